@@ -1,0 +1,1 @@
+"""Flax on oneflax: parameter rules, and the nnx adapter."""
