@@ -1,0 +1,16 @@
+from . import schedules as schedules
+from .actions import Action as Action
+from .actors import ActorSystem as ActorSystem
+from .actors import dispatch_order as dispatch_order
+from .registers import RegisterPool as RegisterPool
+from .schedules.forward_only import forward_only as forward_only
+from .schedules.gpipe import gpipe as gpipe
+from .schedules.names import by_name as by_name
+from .schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from .schedules.schedule import Schedule as Schedule
+from .simulate import Simulation as Simulation
+from .table import ScheduleTable as ScheduleTable
+from .table import from_csv as from_csv
+from .trace import TimedAction as TimedAction
+from .trace import TimedTransfer as TimedTransfer
+from .trace import Trace as Trace

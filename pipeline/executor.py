@@ -1,0 +1,280 @@
+"""Runs a cut loss over its stages' devices, in a schedule's order, from one dispatching thread.
+
+JAX dispatches asynchronously, so the thread walks one fixed order over all workers (:func:`.actors.dispatch_order`)
+and the devices overlap by themselves. Every value that waits for somebody is held in a register; the pools measure
+and bound them. Numbers do not depend on the order: gradients are added in the order of microbatches, and randomness
+is keyed by step and microbatch.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from oneflax.sbp.grid import Placement
+
+from .actions import Action
+from .actors import dispatch_order
+from .recorder import Recorder
+from .registers import RegisterPool
+from .sharing import group_stages
+from .stage_functions import BackwardOutput, ForwardOutput, StageArguments, StageKind, is_float
+from .stages import Cut, StageGraph
+from .table import ScheduleTable
+from .trace import Trace
+from .transfer import send
+
+#: Actions that may be queued on one worker. More hides no latency, holds more memory, and jax 0.10 on few CPU cores
+#: deadlocks when dozens of multi-device programs are queued.
+MAX_IN_FLIGHT = 6
+
+#: ``feed(stage, microbatch)`` gives the stage's data arguments, on its devices, in the stage graph's order.
+Feed = Callable[[StageGraph, int], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What one step starts from. Lists are by stage, each in the stage graph's order and on the stage's devices."""
+
+    params: Sequence[Sequence[Any]]
+    state: Sequence[Sequence[Any]]
+    feed: Feed
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutputs:
+    """What one step gives.
+
+    Attributes:
+        results: For each result of the loss, its values by microbatch (0 is the loss).
+        gradients: By stage, the sum over microbatches for each of the stage's parameters. Empty if forward-only.
+        state: By stage, the state after the last microbatch.
+    """
+
+    results: Mapping[int, Sequence[Any]]
+    gradients: Sequence[Sequence[Any]]
+    state: Sequence[Sequence[Any]]
+
+
+@dataclass(slots=True)
+class _Step:
+    """The registers of one running step."""
+
+    inputs: StepInputs
+    state: list[list[Any]]
+    gradients: list[Sequence[Any]]
+    results: dict[int, dict[int, Any]] = field(default_factory=dict)
+    arrived: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # (value, stage, microbatch)
+    cotangents: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # (value, reader, microbatch)
+    saved: dict[tuple[int, int], tuple[StageArguments, Sequence[Any]]] = field(default_factory=dict)
+    added: list[int] = field(default_factory=list)  # by stage, how many microbatches the gradient holds
+    parked: dict[tuple[int, int], Sequence[Any]] = field(default_factory=dict)  # gradients that came out of order
+
+
+class StageRunner:
+    """One stage on its devices: the compiled functions and what never changes from step to step."""
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        kind: StageKind,
+        scalars: Sequence[Any],
+        placement: Placement,
+        param_shardings: Sequence[NamedSharding],
+        state_shardings: Sequence[NamedSharding],
+        avals: Sequence[Any],
+    ) -> None:
+        """Args: the stage, its shared functions, its own scalars, its devices, how its arguments lie there, shapes."""
+        self.stage = stage
+        self.kind = kind
+        self.placement = placement
+        self.mesh = placement.mesh
+        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        self.scalars = jax.device_put(list(scalars), everywhere)
+        self.param_shardings = list(param_shardings)
+        self.replaced = [stage.state.index(old) for old in stage.new_state]
+        new_state = [state_shardings[i] for i in self.replaced]
+        # Outer jits pin the layouts for these devices; the inner ones are shared, so equal stages trace once.
+        layout: Any = ForwardOutput(None, new_state, everywhere, None, everywhere)
+        self.forward = jax.jit(lambda args: kind.forward(args), out_shardings=layout)
+        self.evaluate = jax.jit(lambda args: kind.evaluate(args), out_shardings=layout)
+        self.backward = jax.jit(
+            lambda *args: kind.backward(*args),
+            out_shardings=BackwardOutput(None, self.param_shardings, everywhere),
+            donate_argnums=4,
+        )
+        shapes = [(avals[v].shape, avals[v].dtype) for v in stage.params]
+        self.zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.param_shardings)
+        self.add = jax.jit(
+            lambda total, part: [a + b for a, b in zip(total, part)],
+            out_shardings=self.param_shardings,
+            donate_argnums=0,
+        )
+
+
+class Executor:
+    """Runs steps of one cut loss under one schedule table.
+
+    Attributes:
+        trace: The measured timeline of the last recorded step, or None.
+        pools: For each stage, the registers that hold its microbatches; their ``peak`` is what was seen.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        table: ScheduleTable,
+        placements: Sequence[Placement],
+        shardings: Mapping[int, Sequence[NamedSharding]],
+    ) -> None:
+        """Builds the runners; nothing compiles before the first step.
+
+        Args:
+            cut: The loss in stages.
+            table: What each worker does; validated here against the cut's edges.
+            placements: The devices of each worker.
+            shardings: For each parameter and state argument (by value number), its layout on every stage.
+
+        Raises:
+            ScheduleError: The table does not fit the stages.
+        """
+        edges = cut.stage_edges
+        table.validate(edges)
+        self.cut, self.table = cut, table
+        self._order = dispatch_order(table, edges)
+        self._readers = [
+            {v: tuple(sorted(e.target for e in cut.edges if e.source == s.index and e.value == v)) for v in s.edges_out}
+            for s in cut.stages
+        ]
+        consumers = [tuple(len(readers) for readers in by_value.values()) for by_value in self._readers]
+        groups = group_stages(cut.graph, cut.stages, consumers)
+        self.kinds = [StageKind(cut.graph, group, consumers[group.members[0].index]) for group in groups]
+        runners: dict[int, StageRunner] = {}
+        for group, kind in zip(groups, self.kinds):
+            for stage, scalars in zip(group.members, group.values):
+                placement = placements[table.worker_of_stage[stage.index]]
+                layouts = [[shardings[v][stage.index] for v in values] for values in (stage.params, stage.state)]
+                runners[stage.index] = StageRunner(stage, kind, scalars, placement, *layouts, cut.graph.avals)
+        self.runners = [runners[i] for i in range(len(cut.stages))]
+        self.pools = self._new_pools()
+        self._source = {e.value: e.source for e in cut.edges}
+        self._in_flight: list[deque[Any]] = [deque() for _ in range(table.workers)]
+        self.trace: Trace | None = None
+
+    def run(self, inputs: StepInputs, loss_cotangent: Any, record: bool = False) -> StepOutputs:
+        """Dispatches one step; gives arrays that may still be computed.
+
+        Args:
+            inputs: Parameters, state and data.
+            loss_cotangent: What the gradient of each microbatch's loss is weighted with, on the loss's stage.
+            record: Measure when each action starts and ends; :attr:`trace` then holds the timeline. The call then
+                returns when the step is done.
+        """
+        gradients = [] if self.table.forward_only else [runner.zeros() for runner in self.runners]
+        self.pools = self._new_pools()
+        step = _Step(inputs, [list(s) for s in inputs.state], gradients, added=[0] * len(self.runners))
+        recorder = Recorder(self.table) if record else None
+        try:
+            for worker, action in self._order:
+                self._wait_for_room(worker)
+                arrivals, token = self._fire(step, action, loss_cotangent)
+                self._in_flight[worker].append(token)
+                if recorder is not None:
+                    recorder.dispatched(worker, action, arrivals, token)
+        finally:
+            if recorder is not None:
+                self.trace = recorder.finish()
+        microbatches = range(self.table.microbatches)
+        results = {position: [by[i] for i in microbatches] for position, by in step.results.items()}
+        return StepOutputs(results, step.gradients, step.state)
+
+    def _new_pools(self) -> list[RegisterPool[int]]:
+        bounds, worker = self.table.peak_activations, self.table.worker_of_stage
+        return [RegisterPool(bounds[worker[s.index]], f"stage {s.index}") for s in self.cut.stages]
+
+    def _wait_for_room(self, worker: int) -> None:
+        queue = self._in_flight[worker]
+        if len(queue) >= MAX_IN_FLIGHT:
+            jax.block_until_ready(queue.popleft())
+
+    def _fire(self, step: _Step, action: Action, loss_cotangent: Any) -> tuple[Sequence[Any], Any]:
+        if action.kind == "F":
+            return self._forward(step, action.stage, action.microbatch)
+        if action.kind == "B":
+            return self._backward(step, action.stage, action.microbatch, loss_cotangent)
+        raise NotImplementedError(f"action {action}: a backward in two parts (I and W) does not run yet")
+
+    def _forward(self, step: _Step, index: int, microbatch: int) -> tuple[Sequence[Any], Any]:
+        runner, stage = self.runners[index], self.cut.stages[index]
+        edges_in = [step.arrived.pop((v, index, microbatch)) for v in stage.edges_in]
+        data = step.inputs.feed(stage, microbatch)
+        args = StageArguments(runner.scalars, step.inputs.params[index], list(step.state[index]), data, edges_in)
+        self.pools[index].acquire(microbatch)
+        run = runner.evaluate if self.table.forward_only else runner.forward
+        out = run(args)
+        for position, value in zip(runner.replaced, out.new_state):
+            step.state[index][position] = value
+        for position, value in zip(sorted(stage.results), out.results):
+            step.results.setdefault(position, {})[microbatch] = value
+        self._send_forward(step, index, microbatch, out.edges_out)
+        if self.table.forward_only:
+            self.pools[index].release(microbatch)
+        else:
+            step.saved[index, microbatch] = (args, out.residuals)
+        return edges_in, out.token
+
+    def _send_forward(self, step: _Step, index: int, microbatch: int, values: Sequence[Any]) -> None:
+        by_target: dict[int, list[tuple[int, Any]]] = {}
+        for (number, targets), value in zip(self._readers[index].items(), values):
+            for target in targets:
+                by_target.setdefault(target, []).append((number, value))
+        for target, items in by_target.items():
+            copies = send([value for _, value in items], self.runners[target].mesh)
+            for (number, _), copy in zip(items, copies):
+                step.arrived[number, target, microbatch] = copy
+
+    def _backward(
+        self, step: _Step, index: int, microbatch: int, loss_cotangent: Any
+    ) -> tuple[Sequence[Any], Any]:
+        runner, stage = self.runners[index], self.cut.stages[index]
+        args, residuals = step.saved.pop((index, microbatch))
+        readers = self._readers[index]
+        cotangents = [
+            step.cotangents.pop((v, target, microbatch))
+            for v in stage.edges_out
+            if is_float(self.cut.graph.avals[v])
+            for target in readers[v]
+        ]
+        weight = loss_cotangent if 0 in stage.results else None
+        in_order = microbatch == step.added[index]
+        total = step.gradients[index] if in_order else runner.zeros()
+        out = runner.backward(args, residuals, cotangents, weight, total)
+        self._add(step, index, microbatch, out.gradients, in_order)
+        self._send_backward(step, stage, microbatch, out.cotangents)
+        self.pools[index].release(microbatch)
+        return cotangents, out.token
+
+    def _add(self, step: _Step, index: int, microbatch: int, gradients: Sequence[Any], in_order: bool) -> None:
+        """Gradients add in the order of microbatches, whatever the order in which they come."""
+        if not in_order:
+            step.parked[index, microbatch] = gradients
+            return
+        step.gradients[index], step.added[index] = gradients, microbatch + 1
+        while (part := step.parked.pop((index, step.added[index]), None)) is not None:
+            step.gradients[index] = self.runners[index].add(step.gradients[index], part)
+            step.added[index] += 1
+
+    def _send_backward(self, step: _Step, stage: StageGraph, microbatch: int, values: Sequence[Any]) -> None:
+        by_source: dict[int, list[tuple[int, Any]]] = {}
+        floating = (v for v in stage.edges_in if is_float(self.cut.graph.avals[v]))
+        for number, value in zip(floating, values):
+            by_source.setdefault(self._source[number], []).append((number, value))
+        for source, items in by_source.items():
+            copies = send([value for _, value in items], self.runners[source].mesh)
+            for (number, _), copy in zip(items, copies):
+                step.cotangents[number, stage.index, microbatch] = copy
+
