@@ -71,7 +71,7 @@ $(READY_TEST): pyproject.toml
 else
 $(READY) $(READY_TEST): pyproject.toml
 	@if [ -z "$(PYTHON)" ]; then echo "oneflax needs Python 3.11 or newer: install it, or name one with PYTHON=/path/to/python" >&2; exit 1; fi
-	@mkdir -p .cache && "$(PYTHON)" $(LOCKED) .cache/venv.lock $(MAKE) VENV_LOCKED=1 PYTHON="$(PYTHON)" VENV="$(VENV)" $@
+	@mkdir -p .cache && "$(PYTHON)" $(LOCKED) .cache/venv.lock $(MAKE) -s VENV_LOCKED=1 PYTHON="$(PYTHON)" VENV="$(VENV)" $@
 endif
 
 define install

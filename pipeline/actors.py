@@ -20,7 +20,7 @@ from typing import NamedTuple
 from oneflax.sbp.errors import Fault, ScheduleError
 
 from .actions import Action, Cell
-from .blocked import Blocked, Wait, find_cycle, stall_fault
+from .blocked import SLOT, Blocked, Wait, find_cycle, stall_fault
 from .registers import Edge, RegisterPool
 from .table import ScheduleTable
 
@@ -186,7 +186,7 @@ class ActorSystem:
                 worker,
                 step,
                 next(action for action in cell if action.kind == "F"),
-                f"for a slot of {pool.name} ({pool.capacity} in all, held by microbatch {held})",
+                f"{SLOT} {pool.name} ({pool.capacity} in all, held by microbatch {held})",
                 next((edge for edge, other in self.slot_pools.items() if other is pool), None),
                 min((place for key in self._releasers(pool) if (place := self._place.get(key))), default=None),
             )

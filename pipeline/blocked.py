@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .table import ScheduleTable
 
 
+SLOT = "for a slot of"  # how the need of a register begins
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """One reason why a worker cannot go on.
@@ -36,10 +39,9 @@ class Wait:
 
     def __str__(self) -> str:
         edge = f" over edge {self.edge[0]} -> {self.edge[1]}" if self.edge else ""
-        holder = (
-            f"which worker {self.holder[0]} does at step {self.holder[1]}" if self.holder else "which no worker does"
-        )
-        return f"worker {self.worker}, step {self.step}: {self.action} waits {self.needs}{edge}, {holder}"
+        does = "frees" if self.needs.startswith(SLOT) else "does"
+        who = f"worker {self.holder[0]} {does} at step {self.holder[1]}" if self.holder else f"no worker {does}"
+        return f"worker {self.worker}, step {self.step}: {self.action} waits {self.needs}{edge}, which {who}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,14 +74,14 @@ class Graph:
         return len(self.avals) - 1
 
 
-def trace(fn: Callable[..., Any], *args: Any) -> tuple[Graph, Any]:
+def trace(fn: Callable[..., Any], *args: Any, open_all: bool = False) -> tuple[Graph, Any]:
     """Traces `fn` on arguments or their shapes; gives its graph and the shapes of its result as a pytree."""
     jaxpr, out_shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    return flatten(jaxpr), out_shape
+    return flatten(jaxpr, open_all=open_all), out_shape
 
 
-def flatten(closed_jaxpr: Any) -> Graph:
-    """The graph of a closed jaxpr, calls opened where modules meet inside them."""
+def flatten(closed_jaxpr: Any, *, open_all: bool = False) -> Graph:
+    """The graph of a closed jaxpr, with calls opened where modules meet inside them, or all of them."""
     graph = Graph()
     jaxpr, constants = _compat.open_jaxpr(closed_jaxpr)
     env: dict[Any, Atom] = {}
@@ -89,7 +89,7 @@ def flatten(closed_jaxpr: Any) -> Graph:
         env[var] = graph.new_value(var.aval)
         graph.inputs.append(env[var])
     _bind_constants(graph, env, jaxpr, constants)
-    _append(graph, env, jaxpr, ())
+    _append(graph, env, jaxpr, (), open_all)
     graph.outputs.extend(_atom(env, var) for var in jaxpr.outvars)
     return graph
 
@@ -107,16 +107,16 @@ def _atom(env: Mapping[Any, Atom], var: Any) -> Atom:
     return Literal(var.val) if _compat.is_literal(var) else env[var]
 
 
-def _append(graph: Graph, env: dict[Any, Atom], jaxpr: Any, outer: tuple[str, ...]) -> None:
+def _append(graph: Graph, env: dict[Any, Atom], jaxpr: Any, outer: tuple[str, ...], open_all: bool) -> None:
     for equation in jaxpr.eqns:
         scopes = outer + _compat.scopes(equation)
         inputs = tuple(_atom(env, var) for var in equation.invars)
-        body = _body_to_open(equation)
+        body = _body_to_open(equation, open_all)
         if body is not None:
             inner, constants = _compat.open_jaxpr(body)
             inner_env: dict[Any, Atom] = dict(zip(inner.invars, inputs))
             _bind_constants(graph, inner_env, inner, constants)
-            _append(graph, inner_env, inner, scopes)
+            _append(graph, inner_env, inner, scopes, open_all)
             env.update((var, _atom(inner_env, out)) for var, out in zip(equation.outvars, inner.outvars))
             continue
         outputs = tuple(graph.new_value(var.aval) for var in equation.outvars)
@@ -124,12 +124,12 @@ def _append(graph: Graph, env: dict[Any, Atom], jaxpr: Any, outer: tuple[str, ..
         graph.ops.append(Op(equation, inputs, outputs, path_of(scopes)))
 
 
-def _body_to_open(equation: Any) -> Any:
+def _body_to_open(equation: Any, open_all: bool) -> Any:
     """The body of a call that holds scopes or markers of its own, else None (a small jitted jnp function)."""
     if equation.primitive.name not in _CALLS:
         return None
     bodies = _compat.inner_jaxprs(equation)
-    return bodies[0] if any(_has_places(body) for body in bodies) else None
+    return bodies[0] if open_all or any(_has_places(body) for body in bodies) else None
 
 
 def _has_places(jaxpr: Any) -> bool:

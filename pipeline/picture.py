@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from .actions import KINDS
-from .trace import TimedAction, TimedTransfer, Trace, bytes_text, seconds_text
+from .trace import TimedAction, TimedTransfer, Trace, bytes_text
 
 _LEFT, _RIGHT, _TOP, _GAP = 92.0, 24.0, 84.0, 6.0  # pixels
 _LANE, _EDGE_LANE = 34.0, 14.0  # heights of a worker's lane and of an edge's
@@ -196,8 +196,8 @@ def _round_step(step: float) -> float:
 
 def _short_s(seconds: float) -> str:
     """A duration without needless zeros: ``"2 s"``."""
-    number, unit = seconds_text(seconds).split(" ")
-    return f"{number.rstrip('0').rstrip('.') if '.' in number else number} {unit}"
+    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if seconds >= s), ("us", 1e-6))
+    return f"{seconds / size:.6g} {unit}" if seconds else "0 s"
 
 
 def _pattern_id(kind: str) -> str:

@@ -20,9 +20,9 @@ def step_grid(rows: Sequence[Sequence[Cell]], marks: Collection[tuple[int, int]]
     >>> from .actions import parse_cell
     >>> rows = [[parse_cell("0F0"), parse_cell("0B0")], [parse_cell("1F0"), parse_cell("1B0")]]
     >>> print("\n".join(step_grid(rows, {(1, 1)})))
-    step       0     1
-    worker 0  0F0   0B0
-    worker 1  1F0  [1B0]
+    step       0    1
+    worker 0  0F0  0B0
+    worker 1  1F0 [1B0]
     """
     steps = max(map(len, rows), default=0)
     shown = _shown(steps, {step for _, step in marks})

@@ -63,7 +63,7 @@ class Trace:
     (2.0, (0.5, 0.5), 0.5)
     >>> print(trace)
     trace: 2 workers, 2.000 s, bubble 50.0 %
-    worker  stages    busy  F mean
+    worker  stages    busy   F mean
     0       0       50.0 %  1.000 s
     1       1       50.0 %  1.000 s
     """

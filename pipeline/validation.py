@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from oneflax.sbp.errors import Fault
 
 from .actors import ActorSystem, run_clock
-from .blocked import stall_fault
+from .blocked import SLOT, stall_fault
 from .registers import Edge, chain_edges
 from .table import ScheduleTable
 from .text_grid import step_grid
@@ -247,14 +247,14 @@ def _slot_faults(table: ScheduleTable, edges: Iterable[Edge], slots: Mapping[Edg
         if system.finished:
             break
         blocked = system.blocked()
-        short = next(w for w in (*blocked.cycle, *blocked.waits) if w.needs.startswith("for a slot") and w.edge)
+        short = next(w for w in (*blocked.cycle, *blocked.waits) if w.needs.startswith(SLOT) and w.edge)
         assert short.edge is not None
         assert least[short.edge] < _MOST_SLOTS, f"no number of slots helps: {blocked}"
         least[short.edge] += 1
     return [
         Fault(
             f"table {table.name!r}, edge {src} -> {dst}",
-            f"{slots[src, dst]} slots are too few: the stage at the end reads values in another order than they are sent.",
+            f"{slots[src, dst]} slots are too few: the workers wait for one another.",
             mend=f"slots={{({src}, {dst}): {count}}}, the least that works.",
         )
         for (src, dst), count in sorted(least.items())

@@ -117,6 +117,7 @@ def test_all_ranks() -> None:
         ({"data": 2, "model": -1}, (2, 4)),
         ({"data": 8, "model": -1}, (8, 1)),
         ({"stage": 2, "data": 2, "model": 2}, (2, 2, 2)),
+        ({"stage": 1, "data": 4, "model": -1}, (1, 4, 2)),
         ({"everything": -1}, (8,)),
         ({"one": 1, "rest": -1}, (1, 8)),
     ],

@@ -14,7 +14,7 @@ def one_f_one_b(microbatches: int) -> Schedule:
     1f1b: 2 workers, 2 stages, 3 microbatches
     time      0   1   2   3   4   5   6   7   8   9   10  11
     worker 0  0F0 0F1  .   .  0B0---- 0F2 0B1----  .  0B2----
-    worker 1   .  1F0 1B0---- 1F1 1B1----  .  1F2 1B2----  .
+    worker 1   .  1F0 1B0---- 1F1 1B1---- 1F2 1B2----  .   .
     """
     return Schedule("1f1b", microbatches, _rows)
 
