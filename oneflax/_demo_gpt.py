@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-
 SMALL = nnx.initializers.normal(0.02)
 """How layers start that write into the stream or the logits: near zero, so that a token first speaks for itself."""
 
@@ -22,7 +21,7 @@ class Size:
 
     vocab: int
     blocks: int = 4
-    width: int = 128
+    width: int = 96
     heads: int = 4
     context: int = 64
 
@@ -94,3 +93,31 @@ def loss(model: Gpt, tokens: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats of each token of ``(batch, time + 1)`` after the first."""
     logits = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+@nnx.jit(static_argnames=("length",))
+def sample(model: Gpt, first: jax.Array, key: jax.Array, length: int, temperature: float = 0.8) -> jax.Array:
+    """Lets the model write ``length`` tokens after the one token ``first``.
+
+    Every token runs the whole window anew: one program of fixed shapes, and nothing to keep between tokens.
+
+    Args:
+        model: The model.
+        first: A scalar token; it starts the result.
+        key: Of the draws.
+        length: Number of tokens to write.
+        temperature: Divides the logits; below 1 the likelier tokens win more often.
+
+    Returns:
+        ``(1 + length,)`` tokens.
+    """
+    window = model.position.num_embeddings
+
+    def write(at: jax.Array, tokens: jax.Array) -> jax.Array:
+        start = jnp.maximum(0, at - window)
+        seen = jax.lax.dynamic_slice_in_dim(tokens, start, window)  # what lies after `at` is not looked at
+        logits = model(seen[None])[0, at - 1 - start]
+        return tokens.at[at].set(jax.random.categorical(jax.random.fold_in(key, at), logits / temperature))
+
+    tokens = jnp.zeros(max(1 + length, window), jnp.int32).at[0].set(first)
+    return jax.lax.fori_loop(1, 1 + length, write, tokens)[: 1 + length]

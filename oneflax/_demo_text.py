@@ -103,7 +103,7 @@ class BytePairs:
 def unigram_entropy(tokens: Tokens) -> float:
     """Nats per token of a model that knows how frequent each token is and nothing else.
 
-    The entropy ``-sum(p log p)`` of the token frequencies ``p``: a model whose loss is below it has learnt from context.
+    It is ``-sum(p log p)`` over the tokens' frequencies ``p``; a model whose loss is below it has learnt from context.
 
     Example:
         >>> round(unigram_entropy(np.array([0, 1, 0, 1], np.int32)), 4)

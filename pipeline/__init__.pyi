@@ -14,3 +14,4 @@ from .table import from_csv as from_csv
 from .trace import TimedAction as TimedAction
 from .trace import TimedTransfer as TimedTransfer
 from .trace import Trace as Trace
+from .markers import stage as stage

@@ -27,6 +27,7 @@ from .stages import Cut, StageGraph
 from .table import ScheduleTable
 from .trace import Trace
 from .transfer import send
+from .validation import least_credits
 
 #: Actions that may be queued on one worker. More hides no latency, holds more memory, and jax 0.10 on few CPU cores
 #: deadlocks when dozens of multi-device programs are queued.
@@ -120,6 +121,7 @@ class Executor:
     """Runs steps of one cut loss under one schedule table.
 
     Attributes:
+        record: Measure when each action of the next steps starts and ends. A recorded step returns when it is done.
         trace: The measured timeline of the last recorded step, or None.
         pools: For each stage, the registers that hold its microbatches; their ``peak`` is what was seen.
     """
@@ -164,20 +166,19 @@ class Executor:
         self._source = {e.value: e.source for e in cut.edges}
         self._in_flight: list[deque[Any]] = [deque() for _ in range(table.workers)]
         self.trace: Trace | None = None
+        self.record = False
 
-    def run(self, inputs: StepInputs, loss_cotangent: Any, record: bool = False) -> StepOutputs:
+    def run(self, inputs: StepInputs, loss_cotangent: Any) -> StepOutputs:
         """Dispatches one step; gives arrays that may still be computed.
 
         Args:
             inputs: Parameters, state and data.
             loss_cotangent: What the gradient of each microbatch's loss is weighted with, on the loss's stage.
-            record: Measure when each action starts and ends; :attr:`trace` then holds the timeline. The call then
-                returns when the step is done.
         """
         gradients = [] if self.table.forward_only else [runner.zeros() for runner in self.runners]
         self.pools = self._new_pools()
         step = _Step(inputs, [list(s) for s in inputs.state], gradients, added=[0] * len(self.runners))
-        recorder = Recorder(self.table) if record else None
+        recorder = Recorder(self.table) if self.record else None
         try:
             for worker, action in self._order:
                 self._wait_for_room(worker)
@@ -193,8 +194,7 @@ class Executor:
         return StepOutputs(results, step.gradients, step.state)
 
     def _new_pools(self) -> list[RegisterPool[int]]:
-        bounds, worker = self.table.peak_activations, self.table.worker_of_stage
-        return [RegisterPool(bounds[worker[s.index]], f"stage {s.index}") for s in self.cut.stages]
+        return [RegisterPool(n, f"stage {stage}") for stage, n in enumerate(least_credits(self.table))]
 
     def _wait_for_room(self, worker: int) -> None:
         queue = self._in_flight[worker]
@@ -237,9 +237,7 @@ class Executor:
             for (number, _), copy in zip(items, copies):
                 step.arrived[number, target, microbatch] = copy
 
-    def _backward(
-        self, step: _Step, index: int, microbatch: int, loss_cotangent: Any
-    ) -> tuple[Sequence[Any], Any]:
+    def _backward(self, step: _Step, index: int, microbatch: int, loss_cotangent: Any) -> tuple[Sequence[Any], Any]:
         runner, stage = self.runners[index], self.cut.stages[index]
         args, residuals = step.saved.pop((index, microbatch))
         readers = self._readers[index]
@@ -277,4 +275,3 @@ class Executor:
             copies = send([value for _, value in items], self.runners[source].mesh)
             for (number, _), copy in zip(items, copies):
                 step.cotangents[number, stage.index, microbatch] = copy
-

@@ -70,4 +70,6 @@ class Recorder:
                 continue
             free_s = time.perf_counter()
             a = item.action
-            self._timed[worker].append(TimedAction(worker, a.stage, a.kind, a.microbatch, start_s, max(start_s, free_s)))
+            self._timed[worker].append(
+                TimedAction(worker, a.stage, a.kind, a.microbatch, start_s, max(start_s, free_s))
+            )

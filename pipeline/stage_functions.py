@@ -106,9 +106,7 @@ class StageKind:
             return targets, (edges_out, new_state, results)
 
         floating_in = _select(edges_in, self._differentiable_in)
-        _, pullback, (edges_out, new_state, results) = jax.vjp(
-            differentiable, list(params), floating_in, has_aux=True
-        )
+        _, pullback, (edges_out, new_state, results) = jax.vjp(differentiable, list(params), floating_in, has_aux=True)
         leaves, treedef = jax.tree.flatten(pullback)
         arguments = jax.tree.leaves(args)
         position = {id(leaf): i for i, leaf in enumerate(arguments)}
@@ -167,5 +165,3 @@ def _sum(values: list[Any]) -> Any:
     for value in values[1:]:
         total = total + value
     return total
-
-

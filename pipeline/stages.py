@@ -159,7 +159,9 @@ def _follow_dataflow(ops: Sequence[Op], explicit: Sequence[int | None], faults: 
         if own is not None and latest is not None and latest > own and (latest, own) not in backwards:
             backwards.add((latest, own))
             producer = made_by[sources[latest]]
-            what = f"stage {own} ({op.path or op}) reads a value that stage {latest} ({producer.path or producer}) makes."
+            what = (
+                f"stage {own} ({op.path or op}) reads a value that stage {latest} ({producer.path or producer}) makes."
+            )
             mend = "list the stages in the order in which the model runs them"
             faults.append(Fault("stages", what, (f"reads: {op}", f"made: {producer}"), mend))
         stage = own if own is not None else latest
@@ -175,7 +177,9 @@ def _empty_stages(stage_of_op: Sequence[int | None], stages: int) -> Iterable[Fa
     for stage in sorted(set(range(stages)) - {s for s in stage_of_op if s is not None}):
         if stage or not any(s is None for s in stage_of_op):  # stage 0 may hold only what runs before the first mark
             what = f"stage {stage} of {stages} holds no operation."
-            yield Fault("stages", what, mend="a stage pattern or flow.stage(x, i) marks for every stage, or fewer stages")
+            yield Fault(
+                "stages", what, mend="a stage pattern or flow.stage(x, i) marks for every stage, or fewer stages"
+            )
 
 
 def _spread(
@@ -282,6 +286,8 @@ def _shared_state(graph: Graph, roles: Roles, built: Cut) -> Iterable[Fault]:
         writers = {s.index for s in built.stages if value in s.new_state}
         readers = {s.index for s in built.stages if value in s.state}
         if writers and not readers <= writers:
-            what = f"model state number {position} is replaced by stage {sorted(writers)} and read by {sorted(readers)}."
+            what = (
+                f"model state number {position} is replaced by stage {sorted(writers)} and read by {sorted(readers)}."
+            )
             mend = "give each module a state (rng stream, statistics) of its own"
             yield Fault("stages", what, (str(graph.avals[value]),), mend)

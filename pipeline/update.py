@@ -92,6 +92,11 @@ class StagedFunction:
         targets = [0 if home is None else home for home in out_homes]
         self._parts = _divide(self._graph, self._where, targets, len(meshes))
         self._outputs = list(zip(self._graph.outputs, targets))
+        self._constants = {
+            i: jax.device_put(atom.value, layout)
+            for i, (atom, layout) in enumerate(zip(self._graph.outputs, out_shardings))
+            if not isinstance(atom, int)
+        }
         self._homes = dict(zip(self._graph.inputs, homes))
         self.phases = 1 + max((part.phase for part in self._parts), default=0)
         layouts = {(atom, t): s for (atom, t), s in zip(self._outputs, out_shardings) if isinstance(atom, int)}
@@ -115,13 +120,15 @@ class StagedFunction:
         in_layouts: Mapping[int, NamedSharding],
         donated: set[int],
     ) -> None:
-        kept = {atom for atom, _ in self._outputs}
+        kept = {atom for atom, _ in self._outputs if isinstance(atom, int)}
         readers: dict[int, list[_Part]] = {}
         for part in self._parts:
             for value in part.inputs:
                 readers.setdefault(value, []).append(part)
         # The last reader may use an argument's memory again, unless another stage still wants a copy.
-        free = {v for v in donated - kept if self._homes[v] is not None and len({p.stage for p in readers.get(v, ())}) == 1}
+        free = {
+            v for v in donated - kept if self._homes[v] is not None and len({p.stage for p in readers.get(v, ())}) == 1
+        }
         for part in self._parts:
             shardings = [layouts.get((v, part.stage)) for v in part.outputs]
             reusable = [v for v in part.inputs if v in free and readers[v][-1] is part]
@@ -157,11 +164,11 @@ class StagedFunction:
             assert part.run is not None
             results = part.run(*(known[v, part.stage] for v in part.inputs))
             known.update(((v, part.stage), result) for v, result in zip(part.outputs, results))
-        return [self._result(known, atom, target) for atom, target in self._outputs]
+        return [self._result(known, i, atom, target) for i, (atom, target) in enumerate(self._outputs)]
 
-    def _result(self, known: Mapping[tuple[int, int], Any], atom: Atom, target: int) -> Any:
+    def _result(self, known: Mapping[tuple[int, int], Any], position: int, atom: Atom, target: int) -> Any:
         if not isinstance(atom, int):
-            return jax.numpy.asarray(atom.value)
+            return jax.numpy.copy(self._constants[position])  # a copy, for the caller may donate it
         if (atom, target) in known:
             return known[atom, target]
         return send([known[atom, self._maker(atom) or 0]], self._meshes[target])[0]
@@ -208,9 +215,9 @@ def _mixes_stages(op: Op, owned_bytes: int, stages: list[int], what: str) -> Fau
 def _divide(graph: Graph, where: Mapping[int, _Where], targets: Sequence[int], stages: int) -> list[_Part]:
     """The parts in the order in which they can run."""
     wanted: list[set[int]] = [set() for _ in range(stages)]
-    for atom, target in zip(graph.outputs, targets):
-        if isinstance(atom, int):
-            wanted[target].add(atom)
+    wanted_by = [(atom, target) for atom, target in zip(graph.outputs, targets) if isinstance(atom, int)]
+    for atom, target in wanted_by:
+        wanted[target].add(atom)
     mine: list[list[Op]] = [[] for _ in range(stages)]
     for op in reversed(graph.ops):  # whoever wants a result comes later in the list, so one pass is enough
         users = [stage for stage in range(stages) if wanted[stage].intersection(op.outputs)]
@@ -227,9 +234,15 @@ def _divide(graph: Graph, where: Mapping[int, _Where], targets: Sequence[int], s
     for part in ordered:
         made = {v for op in part.ops for v in op.outputs}
         part.inputs = sorted({v for op in part.ops for v in op.value_inputs} - made - set(graph.constants))
-        results = {a for a, t in zip(graph.outputs, targets) if t == part.stage or where.get(a, _Where(-1)).stage == part.stage}
+        results = {a for a, t in wanted_by if t == part.stage or where[a].stage == part.stage}
         readers = [p for p in ordered if p is not part]
-        sent = {v for p in readers for op in p.ops for v in op.value_inputs if p.stage == part.stage or where[v].stage == part.stage}
+        sent = {
+            v
+            for p in readers
+            for op in p.ops
+            for v in op.value_inputs
+            if p.stage == part.stage or where[v].stage == part.stage
+        }
         part.outputs = sorted(made & (sent | results))
     return ordered
 

@@ -175,14 +175,27 @@ def test_start_is_quick(words: list[str], limit_s: float) -> None:
     assert _best_s(["-m", "oneflax", *words]) - _best_s(["-c", "pass"]) < limit_s
 
 
-@pytest.mark.parametrize("words", [["--help"], ["schedule", "1f1b"], ["demo", "--help"], ["doctor", "--help"]])
-def test_no_jax_is_loaded(words: list[str]) -> None:
+JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
+
+
+@pytest.mark.parametrize(
+    ("words", "heavy"),
+    [
+        (["--help"], JAX | {"numpy", "rich"}),
+        (["schedule", "1f1b"], JAX | {"numpy", "rich"}),
+        (["doctor", "--help"], JAX | {"numpy", "rich"}),
+        (["demo", "--help"], JAX),
+    ],
+)
+def test_no_jax_is_loaded(words: list[str], heavy: set[str]) -> None:
     code = (
         "import sys\n"
         "from oneflax.__main__ import main\n"
         "try: main(sys.argv[1:])\n"
-        "except SystemExit: pass\n"
-        "print('LOADED', sorted({'jax', 'jaxlib', 'numpy', 'flax', 'optax'} & set(sys.modules)))\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print('LOADED', *sorted({name.partition('.')[0] for name in sys.modules}))\n"
     )
     run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert run.stdout.splitlines()[-1:] == ["LOADED []"], run.stdout + run.stderr
+    last = run.stdout.splitlines()[-1:]
+    assert [line.partition(" ")[0] for line in last] == ["LOADED"], run.stderr
+    assert heavy & set(last[0].split()) == set()

@@ -134,10 +134,13 @@ def test_nothing_imports_the_folders_as_top_level_packages() -> None:
 
 
 def test_inside_a_package_imports_are_relative() -> None:
+    # The demo's files are programs, so they may write `import oneflax as flow`, as their reader would.
     wrong = [
         str(found)
         for found in ALL_IMPORTS
-        if not found.relative and layer(found.module) == layer(module_name(found.file)) != "examples"
+        if not found.relative
+        and layer(found.module) == layer(module_name(found.file)) != "examples"
+        and not found.file.name.startswith(("demo", "_demo_"))
     ]
     assert wrong == []
 

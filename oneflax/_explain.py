@@ -1,0 +1,165 @@
+"""What a plan decided about a model, as a table to read and as JSON."""
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from oneflax.pipeline.trace import bytes_text
+from oneflax.sbp.extent import part_shape
+from oneflax.sbp.grid import Placement
+
+from ._problem import OptimizerForm, Problem, Program
+
+if TYPE_CHECKING:
+    from ._plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class ParamRow:
+    """One parameter: `device_bytes` is what each device of its stage holds of it, `rule` what decided its sbp."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    sbp: str
+    device_bytes: int
+    stage: int
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeRow:
+    """What moves from one stage to another for each microbatch, and back as its gradient."""
+
+    source: int
+    target: int
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageRow:
+    """What one device of a stage holds, in bytes."""
+
+    stage: int
+    placement: str
+    param_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """A plan applied to a model. ``print`` shows tables.
+
+    Attributes:
+        placement: The grid as text.
+        params, edges, stages: The rows.
+        schedule: The schedule's name, None without stages. bubble: The idle share of its workers at equal stages, a
+            backward taking twice a forward. microbatches: How many a step has.
+    """
+
+    placement: str
+    params: tuple[ParamRow, ...]
+    edges: tuple[EdgeRow, ...]
+    stages: tuple[StageRow, ...]
+    schedule: str | None
+    bubble: float | None
+    microbatches: int
+
+    @classmethod
+    def of(cls, plan: "Plan", problem: Problem, program: Program) -> "Explanation":
+        """Reads it off a compiled problem."""
+        placements = plan._placements
+        params = tuple(_param_row(*item, placements[0]) for item in zip(problem.layouts, program.stages))
+        edges = tuple(
+            EdgeRow(source, target, aval.shape, str(aval.dtype), _bytes(aval.shape, aval.dtype))
+            for source, target, aval in program.edges
+        )
+        table = program.executor.table if program.executor is not None else None
+        return cls(
+            placement=str(plan.grid),
+            params=params,
+            edges=edges,
+            stages=_stage_rows(placements, params, problem, program),
+            schedule=table.name if table is not None else None,
+            bubble=table.simulate(edges=program.executor.cut.stage_edges).bubble if table is not None else None,
+            microbatches=problem.microbatches,
+        )
+
+    def to_json(self) -> str:
+        """All rows as JSON text."""
+        return json.dumps(asdict(self), indent=1)
+
+    def __str__(self) -> str:
+        """Tables for a terminal 120 columns wide."""
+        from rich.console import Console
+
+        console = Console(width=120, file=io.StringIO(), color_system=None)
+        for table in self._tables():
+            console.print(table)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue().rstrip()
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        yield from self._tables()
+
+    def _tables(self) -> list[Any]:
+        schedule = f", {self.schedule}, bubble {self.bubble:.1%} at equal stages" if self.bubble is not None else ""
+        plural = "" if self.microbatches == 1 else "es"
+        title = f"Plan on {self.placement}: {self.microbatches} microbatch{plural}{schedule}"
+        columns = ("parameter", "shape", "dtype", "sbp", "a device", "stage", "rule")
+        rows = [
+            (r.path, str(list(r.shape)), r.dtype, r.sbp, bytes_text(r.device_bytes), str(r.stage), r.rule)
+            for r in self.params
+        ]
+        tables = [_table(title, columns, rows, right=(4, 5))]
+        rows = [
+            (str(r.stage), r.placement, bytes_text(r.param_bytes), bytes_text(r.optimizer_bytes)) for r in self.stages
+        ]
+        tables.append(
+            _table("", ("stage", "placement", "parameters a device", "optimizer a device"), rows, right=(2, 3))
+        )
+        if self.edges:
+            rows = [(f"{r.source} -> {r.target}", str(list(r.shape)), r.dtype, bytes_text(r.bytes)) for r in self.edges]
+            tables.append(_table("", ("edge", "a microbatch", "dtype", "bytes, each way"), rows, right=(3,)))
+        return tables
+
+
+def _param_row(layout: Any, stage: int, placement: Placement) -> ParamRow:
+    part = part_shape(layout.shape, layout.nd_sbp, placement, layout.path)
+    size = _bytes(part, layout.dtype)
+    return ParamRow(layout.path, tuple(layout.shape), str(layout.dtype), str(layout.nd_sbp), size, stage, layout.rule)
+
+
+def _stage_rows(
+    placements: Sequence[Placement], params: Sequence[ParamRow], problem: Problem, program: Program
+) -> tuple[StageRow, ...]:
+    optimizer = [0] * len(placements)
+    form = OptimizerForm.of(problem.optimizer, problem.form)
+    for i, (owner, shape) in enumerate(zip(form.owners, form.shapes)):
+        stage = 0 if owner is None else program.stages[owner]
+        part = part_shape(shape.shape, form.sbp_of(i, problem.layouts, placements[0]), placements[stage])
+        optimizer[stage] += _bytes(part, shape.dtype)
+    held = [sum(row.device_bytes for row in params if row.stage == stage) for stage in range(len(placements))]
+    return tuple(StageRow(i, str(p), held[i], optimizer[i]) for i, p in enumerate(placements))
+
+
+def _bytes(shape: Sequence[int], dtype: Any) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i in right else "left", overflow="fold", no_wrap=i in right)
+    for row in rows:
+        table.add_row(*map(Text, row))  # plain text: brackets of shapes and patterns are no markup
+    return table

@@ -1,0 +1,152 @@
+"""What has to run: a loss, its model's layout and its batch, gathered for whoever compiles it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+
+from oneflax.sbp.grid import Placement
+from oneflax.sbp.layout import named_sharding
+from oneflax.sbp.signature import B, NdSbp
+
+from ._batch import BatchLayout
+from ._loss import Loss, ModelForm
+from .flax.rules import LeafLayout
+
+REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One loss on one placement.
+
+    Attributes:
+        grid: The whole placement.
+        form: The model. loss: The loss over its arrays.
+        layouts: The sbp of every parameter, in the form's order.
+        batch: How a batch lies on one stage. batch_shapes: Shape and dtype of one microbatch's leaves.
+        reduce: How the losses of microbatches make the step's loss: ``"mean"`` or ``"sum"``.
+        optimizer: The optax transformation, or None where only gradients are asked for.
+    """
+
+    grid: Placement
+    form: ModelForm
+    loss: Loss
+    layouts: Sequence[LeafLayout]
+    batch: BatchLayout
+    batch_shapes: Sequence[jax.ShapeDtypeStruct]
+    reduce: str
+    optimizer: optax.GradientTransformation | None
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a batch has."""
+        return self.batch.microbatches
+
+    @property
+    def loss_weight(self) -> float:
+        """What each microbatch's loss counts for in the step's loss."""
+        return 1.0 / self.microbatches if self.reduce == "mean" else 1.0
+
+    @property
+    def param_shapes(self) -> list[Any]:
+        """Shape and dtype of every parameter."""
+        return jax.tree.leaves(self.form.params)
+
+    @property
+    def state_shapes(self) -> list[Any]:
+        """Shape and dtype of every other array of the model."""
+        return jax.tree.leaves(self.form.state)
+
+    @property
+    def key_shape(self) -> Any:
+        """What a step's key looks like to the loss; None where it takes none."""
+        return jax.eval_shape(lambda: jax.random.key(0)) if self.loss.takes_key else None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled problem; made by ``spmd_program`` (one program) or ``staged_program`` (stages on the actors).
+
+    All arrays are flat lists in the model form's order, on the devices that the shardings say.
+
+    Attributes:
+        param_shardings, state_shardings, opt_shardings: Where each array lives.
+        stages: The stage of each parameter.
+        initialise: ``(make_leaves, key) -> (params, state)``, every array born in its place.
+        init_optimizer: ``(params) -> opt``.
+        value_and_grad: ``(params, state, batch, key) -> (loss, losses, gradients, state)``; losses by microbatch.
+        step: ``(params, state, opt, batch, key) -> (params, state, opt, metrics)``; the first three are donated.
+        edges: What moves between stages for one microbatch: (source, target, shape and dtype).
+        executor: The pipeline's executor, or None.
+    """
+
+    param_shardings: list[NamedSharding]
+    state_shardings: list[NamedSharding]
+    opt_shardings: list[NamedSharding]
+    stages: list[int]
+    initialise: Callable[..., tuple[list[Any], list[Any]]]
+    init_optimizer: Callable[..., list[Any]]
+    value_and_grad: Callable[..., tuple[Any, Any, list[Any], list[Any]]]
+    step: Callable[..., tuple[list[Any], list[Any], list[Any], dict[str, Any]]]
+    edges: list[tuple[int, int, Any]]
+    executor: Any
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerForm:
+    """An optimizer's state as flat arrays.
+
+    Attributes:
+        tree: Its structure. shapes: Shape and dtype of every leaf.
+        owners: For each leaf the parameter that it belongs to, None where it belongs to none (step counts).
+    """
+
+    tree: Any
+    shapes: list[Any]
+    owners: list[int | None]
+
+    @classmethod
+    def of(cls, optimizer: optax.GradientTransformation | None, form: ModelForm) -> "OptimizerForm":
+        """Reads the form off shapes; nothing is computed."""
+        if optimizer is None:
+            return cls(jax.tree.structure(()), [], [])
+        state = jax.eval_shape(optimizer.init, form.params)
+        numbers = form.param_tree.unflatten(range(form.param_tree.num_leaves))
+        owners = optax.tree_utils.tree_map_params(
+            optimizer, lambda _, i: i, state, numbers, transform_non_params=lambda _: -1
+        )
+        leaves, tree = jax.tree.flatten(state)
+        return cls(tree, leaves, [None if owner < 0 else owner for owner in jax.tree.leaves(owners)])
+
+    def sbp_of(self, leaf: int, layouts: Sequence[LeafLayout], placement: Placement) -> NdSbp:
+        """The sbp of a leaf: its parameter's, where it has the parameter's shape."""
+        owner = self.owners[leaf]
+        if owner is not None and layouts[owner].shape == self.shapes[leaf].shape:
+            return layouts[owner].nd_sbp
+        return NdSbp((B,) * placement.ndim)
+
+
+def update_rule(problem: Problem, opt: OptimizerForm) -> Callable[..., list[Any]]:
+    """The optimizer's step over flat arrays: gradients, parameters, state → parameters, state, gradient norm."""
+    optimizer, params = problem.optimizer, problem.form.param_tree
+    assert optimizer is not None
+    count = params.num_leaves
+
+    def update(*arrays: Any) -> list[Any]:
+        gradients = params.unflatten(arrays[:count])
+        values = params.unflatten(arrays[count : 2 * count])
+        state = opt.tree.unflatten(arrays[2 * count :])
+        updates, new_state = optimizer.update(gradients, state, values)
+        new_values = optax.apply_updates(values, updates)
+        return [*jax.tree.leaves(new_values), *jax.tree.leaves(new_state), optax.tree_utils.tree_norm(gradients)]
+
+    return update
+
+
+def replicated(placement: Placement, shape: Sequence[int]) -> NamedSharding:
+    """The whole array on every device of a placement."""
+    return named_sharding(shape, NdSbp((B,) * placement.ndim), placement)

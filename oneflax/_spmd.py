@@ -1,0 +1,98 @@
+"""A problem without stages as one jitted program: sharded arguments in, XLA's partitioner does the rest."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from oneflax.sbp.grid import Placement
+from oneflax.sbp.layout import named_sharding
+
+from ._problem import OptimizerForm, Problem, Program, replicated, update_rule
+
+
+def spmd_program(problem: Problem, placement: Placement) -> Program:
+    """Builds the program on `placement`, the grid without its stage axis. It compiles at its first call."""
+    opt = OptimizerForm.of(problem.optimizer, problem.form)
+    params = [named_sharding(x.shape, x.nd_sbp, placement, x.path) for x in problem.layouts]
+    state = [replicated(placement, x.shape) for x in problem.state_shapes]
+    opt_state = [
+        named_sharding(x.shape, opt.sbp_of(i, problem.layouts, placement), placement) for i, x in enumerate(opt.shapes)
+    ]
+    everywhere = replicated(placement, ())
+    compiled = _Compiled(problem, opt)
+    value_and_grad = jax.jit(compiled.value_and_grad, out_shardings=(everywhere, everywhere, params, state))
+    step = jax.jit(compiled.step, out_shardings=(params, state, opt_state, everywhere), donate_argnums=(0, 1, 2))
+    return Program(
+        param_shardings=params,
+        state_shardings=state,
+        opt_shardings=opt_state,
+        stages=[0] * len(params),
+        initialise=lambda make, key: jax.jit(make, out_shardings=(params, state))(key),
+        init_optimizer=jax.jit(compiled.init_optimizer, out_shardings=opt_state),
+        value_and_grad=lambda p, s, batch, key: value_and_grad(p, s, _place(problem, placement, batch), key),
+        step=lambda p, s, o, batch, key: step(p, s, o, _place(problem, placement, batch), key),
+        edges=[],
+        executor=None,
+    )
+
+
+def _place(problem: Problem, placement: Placement, batch: Sequence[Any]) -> list[Any]:
+    layout = problem.batch
+    if layout.microbatches == 1:
+        arrays, nd_sbp = list(batch), layout.nd_sbp
+    else:
+        arrays, nd_sbp = [layout.stacked(array) for array in batch], layout.stacked_sbp
+    return jax.device_put(arrays, [named_sharding(a.shape, nd_sbp, placement) for a in arrays])
+
+
+class _Compiled:
+    """The functions that are jitted."""
+
+    def __init__(self, problem: Problem, opt: OptimizerForm) -> None:
+        self._problem, self._opt = problem, opt
+        self._update = update_rule(problem, opt) if problem.optimizer is not None else None
+
+    def init_optimizer(self, params: list[Any]) -> list[Any]:
+        assert self._problem.optimizer is not None
+        return jax.tree.leaves(self._problem.optimizer.init(self._problem.form.param_tree.unflatten(params)))
+
+    def value_and_grad(
+        self, params: list[Any], state: list[Any], batch: list[Any], key: Any
+    ) -> tuple[Any, Any, list[Any], list[Any]]:
+        if self._problem.microbatches == 1:
+            (loss, state), gradients = self._one(params, state, batch, key, 0)
+            return loss, loss[None], gradients, state
+        weight = self._problem.loss_weight
+
+        def body(carry: tuple[list[Any], list[Any]], item: tuple[Any, list[Any]]) -> tuple[Any, Any]:
+            total, state = carry
+            index, microbatch = item
+            (loss, state), gradients = self._one(params, state, microbatch, key, index, weight)
+            return ([a + g for a, g in zip(total, gradients)], state), loss
+
+        zeros = [jnp.zeros_like(p) for p in params]
+        numbers = jnp.arange(self._problem.microbatches)
+        (gradients, state), losses = jax.lax.scan(body, (zeros, state), (numbers, batch))
+        return losses.mean() if self._problem.reduce == "mean" else losses.sum(), losses, gradients, state
+
+    def _one(
+        self, params: list[Any], state: list[Any], batch: list[Any], key: Any, index: Any, weight: float = 1.0
+    ) -> tuple[tuple[Any, list[Any]], list[Any]]:
+        """Loss and state of one microbatch, and the gradient of `weight` times the loss."""
+        loss, pullback, state = jax.vjp(
+            lambda values: self._problem.loss(values, state, batch, key, index), params, has_aux=True
+        )
+        (gradients,) = pullback(jnp.full((), weight, loss.dtype))
+        return (loss, state), gradients
+
+    def step(
+        self, params: list[Any], state: list[Any], opt: list[Any], batch: list[Any], key: Any
+    ) -> tuple[list[Any], list[Any], list[Any], dict[str, Any]]:
+        assert self._update is not None
+        loss, losses, gradients, state = self.value_and_grad(params, state, batch, key)
+        results = self._update(*gradients, *params, *opt)
+        count = len(params)
+        metrics = {"loss": loss, "grad_norm": results[-1], "microbatch_losses": losses}
+        return results[:count], state, results[count:-1], metrics

@@ -1,0 +1,120 @@
+"""Which stage each module belongs to, from path patterns and the order in which the model runs its modules."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oneflax.sbp.errors import Fault, PlanError
+
+from ._patterns import Pattern, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class StagePaths:
+    """Stages by path.
+
+    Attributes:
+        stage_of_layer: The stage of each layer, a layer being the part of a path that a pattern covers.
+        patterns: What was asked for.
+    """
+
+    patterns: tuple[Pattern, ...]
+    stage_of_layer: dict[str, int]
+
+    def __call__(self, path: str) -> int | None:
+        """The stage of a module or parameter path, None where no pattern says one."""
+        for pattern in self.patterns:
+            layer = _layer(pattern, path)
+            if layer is not None:
+                return self.stage_of_layer.get(layer)
+        return None
+
+
+def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: int) -> StagePaths:
+    """Divides layers over stages.
+
+    One pattern: its layers, in the order in which the model runs them, in runs of nearly equal length (the first ones
+    hold one more). Several patterns: one stage each.
+
+    Args:
+        patterns: One pattern, or one for each stage.
+        paths: Module paths in execution order, repeats allowed.
+        stages: How many stages the placement has.
+
+    Raises:
+        PlanError: A pattern matches nothing, there are more stages than layers, or several patterns claim one layer
+            or are not as many as the stages.
+    """
+    unique = list(dict.fromkeys(path for path in paths if path))
+    layers = [list(dict.fromkeys(layer for path in unique if (layer := _layer(p, path)))) for p in patterns]
+    faults = [_no_match(pattern, unique) for pattern, found in zip(patterns, layers) if not found]
+    if len(patterns) > 1 and len(patterns) != stages:
+        what = f"{len(patterns)} patterns for a placement of {stages} stages."
+        faults.append(Fault("Plan(stages=)", what, mend="one pattern for each stage, or one glob for all layers"))
+    if len(patterns) > 1:
+        faults.extend(_claimed_twice(patterns, unique))
+    if len(patterns) == 1 and layers[0] and len(layers[0]) < stages:
+        what = f"{patterns[0].text!r} matches {len(layers[0])} layers, too few for {stages} stages."
+        faults.append(
+            Fault("Plan(stages=)", what, (_list("layers", layers[0]),), f"a placement with stage={len(layers[0])}")
+        )
+    if faults:
+        raise PlanError(faults, "Plan(stages=)")
+    if len(patterns) > 1:
+        return StagePaths(tuple(patterns), {layer: i for i, found in enumerate(layers) for layer in found})
+    return StagePaths(tuple(patterns), dict(zip(layers[0], _contiguous(len(layers[0]), stages))))
+
+
+def check_patterns(patterns: Sequence[Pattern], paths: Sequence[str]) -> None:
+    """Refuses a pattern that matches nothing, where there is only one stage and so nothing to cut.
+
+    Raises:
+        PlanError: A pattern matches none of the parameter paths.
+    """
+    modules = list(dict.fromkeys(path.rsplit("/", 1)[0] for path in paths))
+    faults = [_no_match(p, modules) for p in patterns if not any(_layer(p, path) is not None for path in modules)]
+    if faults:
+        raise PlanError(faults, "Plan(stages=)")
+
+
+def _contiguous(layers: int, stages: int) -> list[int]:
+    each, longer = divmod(layers, stages)
+    return [stage for stage in range(stages) for _ in range(each + (stage < longer))]
+
+
+def _layer(pattern: Pattern, path: str) -> str | None:
+    """The layer of `path`; linen puts the model's own name in front of its layers' paths, which a glob need not say."""
+    found = pattern.find(path)
+    if found is None and pattern.is_glob and "/" in path:
+        found = pattern.find(path.split("/", 1)[1])
+    return found
+
+
+def _no_match(pattern: Pattern, paths: Sequence[str]) -> Fault:
+    what = f"{pattern.text!r} matches none of the {len(paths)} modules."
+    near = nearest(pattern.text, paths, 5) or list(paths[:5])
+    return Fault("Plan(stages=)", what, (_list("modules", near),) if near else (), _suggest(paths))
+
+
+def _suggest(paths: Sequence[str]) -> str:
+    numbered = next((path for path in paths if path.split("/")[-1].isdigit()), None)
+    return (
+        f'stages="{numbered.rsplit("/", 1)[0]}/*"' if numbered else "a glob over the layers' paths, or flow.stage marks"
+    )
+
+
+def _claimed_twice(patterns: Sequence[Pattern], paths: Sequence[str]) -> list[Fault]:
+    faults, seen = [], set()
+    for path in paths:
+        claims = tuple(i for i, pattern in enumerate(patterns) if _layer(pattern, path) is not None)
+        if len(claims) > 1 and claims not in seen:
+            seen.add(claims)
+            names = " and ".join(f"{i} {patterns[i].text!r}" for i in claims)
+            faults.append(
+                Fault("Plan(stages=)", f"{path} belongs to stages {names}.", mend="patterns that do not overlap")
+            )
+    return faults
+
+
+def _list(name: str, items: Sequence[str], most: int = 8) -> str:
+    rest = f", and {len(items) - most} more" if len(items) > most else ""
+    return f"{name}: {', '.join(items[:most])}{rest}"

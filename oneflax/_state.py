@@ -1,0 +1,69 @@
+"""The state of training: parameters, other model state, optimizer state and the step count."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from ._loss import ModelForm
+
+if TYPE_CHECKING:
+    from ._problem import OptimizerForm
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class TrainState:
+    """What one training step turns into the next. A pytree; every leaf lives where its plan put it.
+
+    Attributes:
+        step: How many steps were taken.
+
+    A step donates the state that it is given: use the one that it returns.
+    """
+
+    _params: list[Any]
+    _state: list[Any]
+    _opt: list[Any]
+    step: int
+    _form: ModelForm = field(repr=False)
+    _opt_form: "OptimizerForm" = field(repr=False)
+    _owner: Any = field(default=None, repr=False)  # the layout that placed the leaves; None: nobody yet
+
+    @property
+    def params(self) -> Any:
+        """The parameters as the optimizer sees them: an ``nnx.State``, or the user's pytree."""
+        return self._form.param_tree.unflatten(self._params)
+
+    @property
+    def collections(self) -> Any:
+        """The model's other arrays (statistics, rng streams)."""
+        return self._form.state_tree.unflatten(self._state)
+
+    @property
+    def opt_state(self) -> Any:
+        """The optimizer's state."""
+        return self._opt_form.tree.unflatten(self._opt)
+
+    def model(self) -> Any:
+        """The model: an nnx module, or the parameters' pytree.
+
+        With stages, its arrays are copied to one device first, so that it can be called; without, they stay split.
+        """
+        from ._plan import gather_leaves
+
+        leaves = [*self._params, *self._state]
+        spread = len({getattr(leaf.sharding, "mesh", None) for leaf in leaves}) > 1
+        leaves = gather_leaves(leaves) if spread else leaves
+        count = len(self._params)
+        return self._form.build(leaves[:count], leaves[count:])
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """For jax."""
+        return (self._params, self._state, self._opt), (self.step, self._form, self._opt_form)
+
+    @classmethod
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> "TrainState":
+        """For jax."""
+        params, state, opt = children
+        return cls(params, state, opt, *aux)
