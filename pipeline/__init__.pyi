@@ -2,6 +2,7 @@ from . import schedules as schedules
 from .actions import Action as Action
 from .actors import ActorSystem as ActorSystem
 from .actors import dispatch_order as dispatch_order
+from .markers import stage as stage
 from .registers import RegisterPool as RegisterPool
 from .schedules.forward_only import forward_only as forward_only
 from .schedules.gpipe import gpipe as gpipe
@@ -14,4 +15,3 @@ from .table import from_csv as from_csv
 from .trace import TimedAction as TimedAction
 from .trace import TimedTransfer as TimedTransfer
 from .trace import Trace as Trace
-from .markers import stage as stage

@@ -26,7 +26,7 @@ def attach(package: str, init_file: str) -> tuple[Callable[[str], Any], Callable
     """Gives ``__getattr__``, ``__dir__`` and ``__all__`` for the package whose ``__init__.py`` is `init_file`."""
     names = exports(Path(init_file).with_suffix(".pyi"))
 
-    def __getattr__(name: str) -> Any:  # noqa: N807
+    def __getattr__(name: str) -> Any:
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         module_name, attribute = names[name]
