@@ -104,3 +104,8 @@ class BatchLayout:
         shape = list(array.shape)
         shape[self.axis % len(shape)] //= self.microbatches
         return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(array.dtype))
+
+    def whole_shape(self, microbatch: Any) -> jax.ShapeDtypeStruct:
+        """What one program receives for a leaf: the microbatch itself if there is one, else all of them stacked."""
+        many = () if self.microbatches == 1 else (self.microbatches,)
+        return jax.ShapeDtypeStruct((*many, *microbatch.shape), microbatch.dtype)

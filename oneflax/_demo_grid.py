@@ -56,10 +56,14 @@ class Settings:
     seed: int
     out: Path
 
-    @property
-    def microbatches(self) -> int:
-        """Microbatches a step."""
-        return self.schedule.microbatches
+    def layout(self, devices: int) -> tuple[Grid, int]:
+        """The grid of so many devices, and the rows of text a step.
+
+        Raises:
+            PlanError: The flags do not fit so many devices, or the batch does not divide.
+        """
+        grid = grid_of(devices, self.fixed)
+        return grid, rows_of(grid, self.schedule.microbatches, self.batch)
 
 
 def settings(flags: argparse.Namespace) -> Settings:

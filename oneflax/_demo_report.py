@@ -83,7 +83,7 @@ def loss_curve(results: Mapping[str, Any]) -> str:
     losses, one_device = results["losses"], results["one_device_losses"]
     entropy = results["unigram_entropy"]
     values = [value for value in (*losses, *one_device, entropy) if math.isfinite(value)]
-    low, high, _ = round_scale(min(values), max(values))
+    low, high, tick = round_scale(min(values), max(values))
     subtitle = f"{_model(results)}, {_cut(results)}, {results['tokens_per_step']:,} tokens a step"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:g}" height="{_HEIGHT:g}" '
@@ -93,7 +93,7 @@ def loss_curve(results: Mapping[str, Any]) -> str:
         _text(_LEFT, 30, "Training loss", 'font-size="17" font-weight="700"'),
         _text(_LEFT, 49, subtitle, 'font-size="12" fill="#555555"'),
         *_legend([(results["grid"], _GRID_LINE), *([("one device", _ONE_LINE)] if one_device else [])]),
-        *_loss_panel(Panel(_LOSS_TOP, _LOSS_HEIGHT, len(losses), low, high), losses, one_device, entropy),
+        *_loss_panel(Panel(_LOSS_TOP, _LOSS_HEIGHT, len(losses), low, high), tick, losses, one_device, entropy),
         *_apart_panel(relative_differences(losses, one_device), len(losses)),
         "</svg>",
         "",
@@ -158,10 +158,9 @@ def round_scale(low: float, high: float, ticks: int = 6) -> tuple[float, float, 
 
 
 def _loss_panel(
-    panel: Panel, losses: Sequence[float], one_device: Sequence[float], unigram_entropy: float
+    panel: Panel, tick: float, losses: Sequence[float], one_device: Sequence[float], unigram_entropy: float
 ) -> Iterable[str]:
-    step = round_scale(panel.low, panel.high)[2]
-    ticks = [panel.low + i * step for i in range(round((panel.high - panel.low) / step) + 1)]
+    ticks = [panel.low + i * tick for i in range(round((panel.high - panel.low) / tick) + 1)]
     yield from _frame(panel, [(value, f"{value:.10g}") for value in ticks], "nats per token")
     entropy = panel.y(unigram_entropy)
     yield _line(_LEFT, entropy, _WIDTH - _RIGHT, entropy, _LEVEL_LINE)

@@ -4,6 +4,7 @@ The loop knows nothing of devices: it drives any step function ``(state, batch) 
 """
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -82,6 +83,8 @@ class Stop:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
+        # Not print: the signal may come in the middle of one.
+        os.write(2, b"\nstopping after this step; Ctrl-C once more quits at once\n")
 
 
 def train(step: Step, state: Any, batches: Iterable[np.ndarray], show: Callable[[Run], None], stop: Stop) -> Any:

@@ -235,6 +235,11 @@ class TrainStep:
         return loss, form.param_tree.unflatten(gradients)
 
     @property
+    def program(self) -> Program | None:
+        """What the last call ran, compiled; None before the first one."""
+        return self._current
+
+    @property
     def trace(self) -> Any:
         """The measured timeline of the last step taken with ``step.record = True``; None without stages."""
         executor = self._current.executor if self._current is not None else None

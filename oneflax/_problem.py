@@ -80,6 +80,7 @@ class Program:
         init_optimizer: ``(params) -> opt``.
         value_and_grad: ``(params, state, batch, key) -> (loss, losses, gradients, state)``; losses by microbatch.
         step: ``(params, state, opt, batch, key) -> (params, state, opt, metrics)``; the first three are donated.
+        lower_step: ``() -> jax.stages.Lowered`` of the step from shapes alone; None with stages.
         edges: What moves between stages for one microbatch: (source, target, shape and dtype).
         executor: The pipeline's executor, or None.
     """
@@ -92,6 +93,7 @@ class Program:
     init_optimizer: Callable[..., list[Any]]
     value_and_grad: Callable[..., tuple[Any, Any, list[Any], list[Any]]]
     step: Callable[..., tuple[list[Any], list[Any], list[Any], dict[str, Any]]]
+    lower_step: Callable[[], Any] | None
     edges: list[tuple[int, int, Any]]
     executor: Any
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from oneflax.sbp.grid import Placement
 from oneflax.sbp.layout import named_sharding
@@ -31,10 +32,39 @@ def spmd_program(problem: Problem, placement: Placement) -> Program:
         stages=[0] * len(params),
         initialise=lambda make, key: jax.jit(make, out_shardings=(params, state))(key),
         init_optimizer=jax.jit(compiled.init_optimizer, out_shardings=opt_state),
-        value_and_grad=lambda p, s, batch, key: value_and_grad(p, s, _place(problem, placement, batch), key),
-        step=lambda p, s, o, batch, key: step(p, s, o, _place(problem, placement, batch), key),
+        value_and_grad=lambda p, s, batch, key: value_and_grad(
+            p, s, _place(problem, placement, batch), _everywhere(key, placement)
+        ),
+        step=lambda p, s, o, batch, key: step(p, s, o, _place(problem, placement, batch), _everywhere(key, placement)),
+        lower_step=lambda: step.lower(*_step_shapes(problem, placement, opt, params, state, opt_state)),
         edges=[],
         executor=None,
+    )
+
+
+def _step_shapes(
+    problem: Problem,
+    placement: Placement,
+    opt: OptimizerForm,
+    params: Sequence[NamedSharding],
+    state: Sequence[NamedSharding],
+    opt_state: Sequence[NamedSharding],
+) -> tuple[Any, ...]:
+    """Shapes and layouts of a step's arguments, to compile it without values."""
+
+    def laid_out(shapes: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(shapes, shardings)]
+
+    batch = [problem.batch.whole_shape(x) for x in problem.batch_shapes]
+    nd_sbp = problem.batch.nd_sbp if problem.microbatches == 1 else problem.batch.stacked_sbp
+    layouts = [named_sharding(x.shape, nd_sbp, placement) for x in batch]
+    key = problem.key_shape
+    return (
+        laid_out(problem.param_shapes, params),
+        laid_out(problem.state_shapes, state),
+        laid_out(opt.shapes, opt_state),
+        laid_out(batch, layouts),
+        key if key is None else laid_out([key], [replicated(placement, ())])[0],
     )
 
 
@@ -45,6 +75,10 @@ def _place(problem: Problem, placement: Placement, batch: Sequence[Any]) -> list
     else:
         arrays, nd_sbp = [layout.stacked(array) for array in batch], layout.stacked_sbp
     return jax.device_put(arrays, [named_sharding(a.shape, nd_sbp, placement) for a in arrays])
+
+
+def _everywhere(key: Any, placement: Placement) -> Any:
+    return None if key is None else jax.device_put(key, replicated(placement, ()))
 
 
 class _Compiled:

@@ -117,6 +117,7 @@ class _Staged:
             init_optimizer=self._init_optimizer,
             value_and_grad=self._value_and_grad,
             step=self._step,
+            lower_step=None,
             edges=[(e.source, e.target, graph.avals[e.value]) for e in self._cut.edges],
             executor=self._executor,
         )

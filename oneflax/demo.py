@@ -24,7 +24,7 @@ from oneflax.pipeline.schedules import Schedule
 from oneflax.sbp.errors import Fault, PlanError
 
 from . import _demo_report as report
-from ._demo_grid import ROWS, Grid, Settings, blocks_of, device_count, grid_of, rows_of, settings
+from ._demo_grid import ROWS, Grid, Settings, blocks_of, device_count, settings
 from ._demo_run import Run, Show, Step, Stop, train
 from ._demo_text import BytePairs, batch_of, stdlib_text, unigram_entropy
 
@@ -78,10 +78,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         PlanError: Flags that do not fit each other, the model, or the devices.
     """
     chosen = settings(parser().parse_args(argv))
+    if chosen.devices is not None:
+        chosen.layout(chosen.devices)  # most mistakes show before jax starts
+    _make_folder(chosen.out)
     devices = start_jax(chosen.devices or device_count(chosen.fixed, 8))
     wanted = chosen.devices or device_count(chosen.fixed, len(devices))
-    grid = grid_of(wanted, chosen.fixed)
-    rows = rows_of(grid, chosen.microbatches, chosen.batch)
+    grid, rows = chosen.layout(wanted)
     if wanted > len(devices):
         raise PlanError(_too_few_devices(wanted, devices))
     import jax
@@ -89,6 +91,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # GPUs round the inputs of float32 products to 10 bits unless told otherwise: the two runs would drift apart.
     with Stop().listening() as stop, jax.default_matmul_precision("float32"):
         return _Demo(chosen, grid, rows, stop).run()
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot make the folder {folder}: {error.strerror}."
+        raise PlanError(Fault("demo(--out)", what, mend="--out out/demo")) from error
 
 
 # ---- devices ----
@@ -215,7 +225,9 @@ class _Demo:
 
     def run(self) -> dict[str, Any]:
         """Makes both runs and reports."""
-        self.chosen.out.mkdir(parents=True, exist_ok=True)
+        import jax
+
+        self._print(f"grid: {self.grid}, {self.grid.devices} {jax.default_backend()} devices")
         self._print(f"text: Python's standard library, {len(self.tokens):,} tokens of {self.size.vocab} kinds")
         plan, sample, trace, run = self._train_on_grid()
         one_run = None if self.stop.asked else self._train_on_one_device(len(run.losses))
@@ -252,7 +264,7 @@ class _Demo:
             state, metrics = step(state, batch)
             return state, metrics["loss"]
 
-        state, run = self._train(str(self.grid), take, state, self.chosen.steps)
+        state, run = self._train("grid", take, state, self.chosen.steps)
         model = state.model()
         nnx.update(model, plan.gather(nnx.state(model)))
         sample = self._sample(model)
@@ -262,7 +274,7 @@ class _Demo:
         return plan, sample, step.trace, run
 
     def _train_on_one_device(self, steps: int) -> Run:
-        step, state = one_device_step(self.make, self.tx, self.chosen.microbatches, self.key)
+        step, state = one_device_step(self.make, self.tx, self.chosen.schedule.microbatches, self.key)
         return self._train("one device", step, state, steps)[1]
 
     def _sample(self, model: "Gpt") -> str:
@@ -285,7 +297,7 @@ class _Demo:
             "devices": self.grid.devices,
             "platform": jax.default_backend(),
             "schedule": str(self.chosen.schedule) if self.grid.stages > 1 else None,
-            "microbatches": self.chosen.microbatches,
+            "microbatches": self.chosen.schedule.microbatches,
             "blocks": self.size.blocks,
             "parameters": sum(leaf.size for leaf in shapes),
             "tokens_per_step": self.rows * self.size.context,

@@ -1,0 +1,1 @@
+"""What oneflax costs, as ratios of two things measured side by side in one run."""
