@@ -121,8 +121,7 @@ class Executor:
     """Runs steps of one cut loss under one schedule table.
 
     Attributes:
-        record: Measure when each action of the next steps starts and ends. A recorded step returns when it is done.
-        trace: The measured timeline of the last recorded step, or None.
+        record: Measure when each action of the next steps starts and ends.
         pools: For each stage, the registers that hold its microbatches; their ``peak`` is what was seen.
     """
 
@@ -165,8 +164,13 @@ class Executor:
         self.pools = self._new_pools()
         self._source = {e.value: e.source for e in cut.edges}
         self._in_flight: list[deque[Any]] = [deque() for _ in range(table.workers)]
-        self.trace: Trace | None = None
+        self._recorder: Recorder | None = None
         self.record = False
+
+    @property
+    def trace(self) -> Trace | None:
+        """The measured timeline of the last recorded step, or None. Waits until that step is done."""
+        return None if self._recorder is None else self._recorder.trace()
 
     def run(self, inputs: StepInputs, loss_cotangent: Any) -> StepOutputs:
         """Dispatches one step; gives arrays that may still be computed.
@@ -188,7 +192,8 @@ class Executor:
                     recorder.dispatched(worker, action, arrivals, token)
         finally:
             if recorder is not None:
-                self.trace = recorder.finish()
+                recorder.close()
+                self._recorder = recorder
         microbatches = range(self.table.microbatches)
         results = {position: [by[i] for i in microbatches] for position, by in step.results.items()}
         return StepOutputs(results, step.gradients, step.state)

@@ -44,10 +44,13 @@ class Recorder:
         """Notes an action. `arrivals`: values that came from other stages for it. `token`: ready when it is done."""
         self._queues[worker].put(_Dispatched(action, arrivals, token, time.perf_counter()))
 
-    def finish(self) -> Trace:
-        """Waits for what was dispatched and gives the timeline, in seconds from its first start."""
+    def close(self) -> None:
+        """Tells the threads that nothing more comes; they end when what was dispatched is done."""
         for queue in self._queues:
             queue.put(None)
+
+    def trace(self) -> Trace:
+        """Waits until everything is done and gives the timeline, in seconds from its first start."""
         for thread in self._threads:
             thread.join()
         actions = [timed for row in self._timed for timed in row]
