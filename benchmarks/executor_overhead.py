@@ -93,7 +93,8 @@ def main() -> list[Row]:
             jax.block_until_ready(built.run(inputs, weight).gradients)
 
         theirs = bare(built, inputs, weight, grids)
-        ours(), theirs()
+        ours()
+        theirs()
         seconds = alternate({"executor": ours, "bare": theirs}, ROUNDS)
         actions = 2 * stages * MICROBATCHES
         each = {name: statistics.median(values) / actions * 1e6 for name, values in seconds.items()}

@@ -95,7 +95,8 @@ def main() -> list[Row]:
     tokens = batch()
     placed = jax.device_put(tokens, layout)
     theirs = operations(hand.lower(params, opt, placed).compile().as_text())
-    assert step.program is not None and step.program.lower_step is not None
+    assert step.program is not None
+    assert step.program.lower_step is not None
     ours = operations(step.program.lower_step().compile().as_text())
     difference = sum(((ours - theirs) + (theirs - ours)).values())
     for name, count in sorted(((ours - theirs) + (theirs - ours)).items()):
@@ -105,16 +106,17 @@ def main() -> list[Row]:
     def take_ours() -> None:
         nonlocal state
         for _ in range(STEPS):
-            state, metrics = step(state, tokens)
-        jax.block_until_ready(metrics)
+            state, _ = step(state, tokens)
+        jax.block_until_ready(state)
 
     def take_theirs() -> None:
         nonlocal params, opt
         for _ in range(STEPS):
-            params, opt, metrics = hand(params, opt, jax.device_put(tokens, layout))
-        jax.block_until_ready(metrics)
+            params, opt, _ = hand(params, opt, jax.device_put(tokens, layout))
+        jax.block_until_ready(params)
 
-    take_ours(), take_theirs()
+    take_ours()
+    take_theirs()
     seconds = alternate({"plan": take_ours, "by hand": take_theirs}, ROUNDS)
     detail = f"{sum(ours.values())} operations, {count} collectives"
     return [

@@ -31,7 +31,7 @@ def alternate(calls: Mapping[str, Callable[[], object]], rounds: int, repeat: in
     """Seconds of each call, in rounds that take the calls in turn; every second round in reverse order."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for i in range(rounds):
-        names = list(calls) if i % 2 == 0 else list(reversed(calls))
+        names = list(calls)[:: 1 if i % 2 == 0 else -1]
         for name in names:
             start = time.perf_counter()
             for _ in range(repeat):

@@ -154,7 +154,8 @@ def round_scale(low: float, high: float, ticks: int = 6) -> tuple[float, float, 
     span = (high - low) or max(abs(high), 1.0)
     power = 10.0 ** math.floor(math.log10(span / ticks))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span / ticks * (1 - 1e-9))
-    return math.floor(low / step + 1e-9) * step, max(math.ceil(high / step - 1e-9), 1) * step, step
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return first * step, max(first + 1, last) * step, step
 
 
 def _loss_panel(

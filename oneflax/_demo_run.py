@@ -134,7 +134,8 @@ class Show:
             self.console.print(f"{self.name}: compiling", highlight=False, soft_wrap=True)
             return self
         name, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-        self.bar = Progress(name, BarColumn(None), MofNCompleteColumn(), figures, TimeElapsedColumn(), expand=True)
+        columns = (name, BarColumn(None), MofNCompleteColumn(), figures, TimeElapsedColumn())
+        self.bar = Progress(*columns, console=self.console, expand=True)
         self.bar.add_task(self.name, total=self.steps, figures="compiling")
         self.bar.start()
         return self

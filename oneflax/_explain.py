@@ -100,7 +100,7 @@ class Explanation:
 
         console = Console(width=120, file=io.StringIO(), color_system=None)
         for table in self._tables():
-            console.print(table)
+            console.print(table, highlight=False, markup=False)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue().rstrip()
 
@@ -116,16 +116,14 @@ class Explanation:
             (r.path, str(list(r.shape)), r.dtype, r.sbp, bytes_text(r.device_bytes), str(r.stage), r.rule)
             for r in self.params
         ]
-        tables = [_table(title, columns, rows, right=(4, 5))]
+        tables: list[Any] = [title, _table(columns, rows, right=(4, 5))]
         rows = [
             (str(r.stage), r.placement, bytes_text(r.param_bytes), bytes_text(r.optimizer_bytes)) for r in self.stages
         ]
-        tables.append(
-            _table("", ("stage", "placement", "parameters a device", "optimizer a device"), rows, right=(2, 3))
-        )
+        tables.append(_table(("stage", "placement", "parameters a device", "optimizer a device"), rows, right=(2, 3)))
         if self.edges:
             rows = [(f"{r.source} -> {r.target}", str(list(r.shape)), r.dtype, bytes_text(r.bytes)) for r in self.edges]
-            tables.append(_table("", ("edge", "a microbatch", "dtype", "bytes, each way"), rows, right=(3,)))
+            tables.append(_table(("edge", "a microbatch", "dtype", "bytes, each way"), rows, right=(3,)))
         return tables
 
 
@@ -152,12 +150,12 @@ def _bytes(shape: Sequence[int], dtype: Any) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> Any:
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int]) -> Any:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, box=box.SIMPLE_HEAD, title_justify="left", pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i in right else "left", overflow="fold", no_wrap=i in right)
     for row in rows:

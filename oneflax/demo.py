@@ -183,9 +183,8 @@ def one_device_step(
         return (optax.apply_updates(params, updates), opt_state), mean_loss
 
     compiled = jax.jit(step, donate_argnums=0)
-    return lambda state, batch: compiled(state, jax.device_put(batch, device)), jax.jit(start)(
-        jax.device_put(key, device)
-    )
+    first = jax.jit(start)(jax.device_put(key, device))
+    return lambda state, batch: compiled(state, jax.device_put(batch, device)), first
 
 
 def optimizer(steps: int) -> "optax.GradientTransformation":
@@ -213,7 +212,7 @@ class _Demo:
         from ._demo_gpt import Gpt, Size
 
         self.chosen, self.grid, self.rows, self.stop = chosen, grid, rows, stop
-        self.console = Console()
+        self.console, self.platform = Console(), jax.default_backend()
         text = stdlib_text(TEXT_BYTES)
         self.code = BytePairs.train(text, VOCAB)
         self.tokens = self.code.encode(text)
@@ -225,9 +224,7 @@ class _Demo:
 
     def run(self) -> dict[str, Any]:
         """Makes both runs and reports."""
-        import jax
-
-        self._print(f"grid: {self.grid}, {self.grid.devices} {jax.default_backend()} devices")
+        self._print(f"grid: {self.grid}, {self.grid.devices} {self.platform} devices")
         self._print(f"text: Python's standard library, {len(self.tokens):,} tokens of {self.size.vocab} kinds")
         plan, sample, trace, run = self._train_on_grid()
         one_run = None if self.stop.asked else self._train_on_one_device(len(run.losses))
@@ -295,7 +292,7 @@ class _Demo:
         return {
             "grid": str(self.grid),
             "devices": self.grid.devices,
-            "platform": jax.default_backend(),
+            "platform": self.platform,
             "schedule": str(self.chosen.schedule) if self.grid.stages > 1 else None,
             "microbatches": self.chosen.schedule.microbatches,
             "blocks": self.size.blocks,

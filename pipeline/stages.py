@@ -5,7 +5,8 @@ Three kinds of operation have a place of their own: those under a module path th
 
 - what depends on a placed value runs where its latest input is made (the head and the loss on the last stage);
 - what depends on parameters alone, or on no parameter at all (casts, masks, positions), is copied to every user;
-- what mixes both before the first stage (an embedding) runs with its earliest user.
+- what mixes both before the first stage (an embedding) runs with its earliest user, or, if it makes the value that a
+  mark hands to a stage, on the stage before.
 
 A value that a later stage reads is an *edge*, over any number of stages: skips need nothing special.
 """
@@ -201,18 +202,23 @@ def _spread(
         readers = {stage for op, stage in zip(ops, stage_of_op) if stage is not None and old in op.value_inputs}
         if isinstance(new, int) and readers:
             users.setdefault(new, set()).update(readers)
+    marked: dict[int, set[int]] = {}  # values that a mark makes the input of a stage
     homes: list[tuple[int, ...]] = [()] * len(ops)
     for i in reversed(range(len(ops))):
         op, stage = ops[i], stage_of_op[i]
+        values = set(op.outputs)
         if stage is not None:
             homes[i] = (stage,)
         else:
-            wanted = set().union(*(users.get(value, set()) for value in op.outputs)) or {0}
-            values = set(op.outputs)
             copied = not (values & touches_params and values & touches_data)
+            wanted = set().union(*(users.get(value, set()) for value in values))
+            for target in set().union(*(marked.get(value, set()) for value in values)):
+                wanted.add(target if copied else max(0, target - 1))  # what makes a stage's input comes before it
+            wanted = wanted or {0}
             homes[i] = tuple(sorted(wanted)) if copied else (min(wanted),)
+        asks = marked if marked_stage(op.equation) is not None else users
         for value in op.value_inputs:
-            users.setdefault(value, set()).update(homes[i])
+            asks.setdefault(value, set()).update(homes[i])
     return homes
 
 
