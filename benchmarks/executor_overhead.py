@@ -74,7 +74,9 @@ def bare(built: Executor, inputs: StepInputs, weight: Any, grids: list[Any]) -> 
             else:
                 args, residuals = saved.pop((i, m))
                 cotangents = edges.pop(("b", i, m)) if i < last else []
-                back = runner.backward(args, residuals, cotangents, weight if i == last else None, totals[i])
+                back = runner.backward(
+                    args, residuals, cotangents, weight if i == last else None, totals[i], runner.zero
+                )
                 totals[i] = back.gradients
                 if i:
                     edges["b", i - 1, m] = jax.device_put(list(back.cotangents), [rows[i - 1]])

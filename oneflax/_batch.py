@@ -39,22 +39,23 @@ class BatchLayout:
         nd_sbp = as_nd_sbp(sbp, placement, "Plan(batch=)") if sbp is not None else NdSbp((B,) * placement.ndim)
         axes = {item.axis for item in nd_sbp if isinstance(item, Split)}
         if any(isinstance(item, Partial) for item in nd_sbp) or len(axes) > 1:
-            what = f"{nd_sbp} does not split a batch over its examples."
-            raise PlanError(Fault("Plan(batch=)", what, mend='batch={"data": S(0)}'))
+            what = f"a batch is whole or split over one tensor axis, its examples, not {nd_sbp}."
+            given = (f"nd-sbp {nd_sbp}", f"placement {placement}")
+            raise PlanError(Fault("Plan(batch=)", what, given, f'batch={{"{placement.axis_names[0]}": S(0)}}'))
         ways = 1
         for item, size in zip(nd_sbp, placement.shape):
             ways *= size if isinstance(item, Split) else 1
         return cls(placement, nd_sbp, axes.pop() if axes else 0, ways, microbatches)
 
     def flatten(self, batch: Any) -> tuple[list[Any], Any]:
-        """A batch as numpy or jax arrays and its structure, checked.
+        """A batch as numpy or jax arrays and its structure, checked. Arrays that may change are copied.
 
         Raises:
             PlanError: It is empty, a leaf has no axis of examples, leaves differ in length, or the length does not
                 divide into microbatches and parts.
         """
         leaves, tree = jax.tree.flatten(batch)
-        arrays = [leaf if isinstance(leaf, (np.ndarray, jax.Array)) else np.asarray(leaf) for leaf in leaves]
+        arrays = [_own(leaf) for leaf in leaves]
         self._check([(path, a) for path, a in zip(leaf_paths(batch), arrays)])
         return arrays, tree
 
@@ -66,19 +67,31 @@ class BatchLayout:
             if not -array.ndim <= self.axis < array.ndim:
                 what = f"has no tensor axis {self.axis} that counts examples."
                 given = describe(path, array.dtype, array.shape)
-                faults.append(Fault(f"batch {path}", what, (given,), "give it one value an example, or close over it"))
+                mend = "one value an example, as np.full(examples, value), or close over it in the loss"
+                faults.append(Fault(f"batch {path}", what, (given,), mend))
         if faults:
             raise PlanError(faults, "batch")
         sizes = {array.shape[self.axis] for _, array in leaves}
         texts = tuple(describe(path, array.dtype, array.shape) for path, array in leaves)
         if len(sizes) > 1:
             what = f"its leaves differ in tensor axis {self.axis}, which counts examples."
-            raise PlanError(Fault("batch", what, texts, "leaves of one length"))
+            raise PlanError(Fault("batch", what, texts, f"leaves of one length, as the first {min(sizes)} of each"))
         size, parts = sizes.pop(), self.microbatches * self.ways
         if size % parts or size == 0:
-            split = f"{self.microbatches} microbatches of {self.ways} parts each"
-            what = f"tensor axis {self.axis} (size {size}) does not divide into {split}, placement {self.placement}."
-            raise PlanError(Fault("batch", what, texts, f"a batch of {max(1, round(size / parts)) * parts} examples"))
+            does = "has no examples for" if size == 0 else "does not divide into"
+            what = f"tensor axis {self.axis} (size {size}) {does} {self._division()}."
+            given = (*texts, f"nd-sbp {self.nd_sbp}", f"placement {self.placement}")
+            fits = max(1, round(size / parts)) * parts
+            raise PlanError(Fault("batch", what, given, f"a batch of {fits} example{'s' if fits > 1 else ''}"))
+
+    def _division(self) -> str:
+        """Words into what a batch is cut: ``4 microbatches of 2 parts over placement axis 'data' (size 2)``."""
+        over = [self.placement.describe_axis(i) for i, item in enumerate(self.nd_sbp) if isinstance(item, Split)]
+        microbatches = f"{self.microbatches} microbatch{'es' if self.microbatches > 1 else ''}"
+        if not over:
+            return microbatches
+        parts = f"{self.ways} part{'s' if self.ways > 1 else ''} over {' and '.join(over)}"
+        return f"{microbatches} of {parts}" if self.microbatches > 1 else parts
 
     def microbatch(self, array: np.ndarray, index: int) -> np.ndarray:
         """Microbatch `index`: a view of consecutive examples."""
@@ -103,9 +116,19 @@ class BatchLayout:
         """Shape and dtype of one microbatch, as jax holds it."""
         shape = list(array.shape)
         shape[self.axis % len(shape)] //= self.microbatches
-        return jax.ShapeDtypeStruct(tuple(shape), jax.dtypes.canonicalize_dtype(array.dtype))
+        return jax.ShapeDtypeStruct(tuple(shape), jax_dtype(array.dtype))
 
     def whole_shape(self, microbatch: Any) -> jax.ShapeDtypeStruct:
         """What one program receives for a leaf: the microbatch itself if there is one, else all of them stacked."""
         many = () if self.microbatches == 1 else (self.microbatches,)
         return jax.ShapeDtypeStruct((*many, *microbatch.shape), microbatch.dtype)
+
+
+def jax_dtype(dtype: Any) -> Any:
+    """The dtype that jax gives an array of `dtype`: without x64, 64 bits become 32."""
+    return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def _own(leaf: Any) -> Any:
+    """A leaf as an array that nobody else writes to: a step runs on after its call returns, and reads it then."""
+    return leaf if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else np.array(leaf)

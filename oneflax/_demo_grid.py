@@ -41,7 +41,7 @@ class Grid:
         return self.stages * self.data * self.model
 
     def __str__(self) -> str:
-        return f"{self.stages} stages x {self.data} data x {self.model} model"
+        return f"stage {self.stages} x data {self.data} x model {self.model}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +113,10 @@ def grid_of(devices: int, fixed: dict[str, int]) -> Grid:
 
     Example:
         >>> [str(grid_of(n, {})) for n in (1, 2, 4, 6)]  # doctest: +NORMALIZE_WHITESPACE
-        ['1 stages x 1 data x 1 model', '2 stages x 1 data x 1 model', '2 stages x 2 data x 1 model',
-         '2 stages x 3 data x 1 model']
+        ['stage 1 x data 1 x model 1', 'stage 2 x data 1 x model 1', 'stage 2 x data 2 x model 1',
+         'stage 2 x data 3 x model 1']
         >>> str(grid_of(8, {"stages": 4}))
-        '4 stages x 2 data x 1 model'
+        'stage 4 x data 2 x model 1'
 
     Raises:
         PlanError: The given axes do not divide the devices or do not use them all, or the model does not split evenly.

@@ -141,7 +141,8 @@ def _model(results: Mapping[str, Any]) -> str:
 
 
 def _cut(results: Mapping[str, Any]) -> str:
-    return results["schedule"] or f"{results['microbatches']} microbatches"
+    count = results["microbatches"]
+    return results["schedule"] or f"{count} microbatch{'' if count == 1 else 'es'}"
 
 
 def round_scale(low: float, high: float, ticks: int = 6) -> tuple[float, float, float]:

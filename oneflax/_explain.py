@@ -79,14 +79,15 @@ class Explanation:
             EdgeRow(source, target, aval.shape, str(aval.dtype), _bytes(aval.shape, aval.dtype))
             for source, target, aval in program.edges
         )
-        table = program.executor.table if program.executor is not None else None
+        executor = program.executor
+        table = executor.table if executor is not None else None
         return cls(
             placement=str(plan.grid),
             params=params,
             edges=edges,
             stages=_stage_rows(placements, params, problem, program),
             schedule=table.name if table is not None else None,
-            bubble=table.simulate(edges=program.executor.cut.stage_edges).bubble if table is not None else None,
+            bubble=executor.table.simulate(edges=executor.cut.stage_edges).bubble if executor is not None else None,
             microbatches=problem.microbatches,
         )
 

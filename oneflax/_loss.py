@@ -3,12 +3,14 @@
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 
-from oneflax.sbp.errors import Fault, PlanError
+from oneflax.sbp.errors import Fault, PlanError, describe
 
+from ._batch import jax_dtype
 from ._paths import leaf_paths
 
 
@@ -30,6 +32,7 @@ class ModelForm:
             self._graphdef, params, state = nnx.split(model)
         else:
             params, state = model, ()
+        _check_arrays(params)
         self.params = jax.tree.map(_shape_of, params)
         self.state = jax.tree.map(_shape_of, state)
         self.param_paths = leaf_paths(self.params)
@@ -43,7 +46,8 @@ class ModelForm:
         faults = [
             Fault(
                 "model",
-                f"parameter {path} has dtype {leaf.dtype} and no gradient.",
+                f"parameter {path} has no gradient: its dtype is {leaf.dtype}.",
+                (describe(path, leaf.dtype, leaf.shape),),
                 mend="keep it outside of the parameters (in nnx: a Variable that is no Param)",
             )
             for path, leaf in zip(self.param_paths, jax.tree.leaves(self.params))
@@ -97,12 +101,28 @@ class ModelForm:
         return nnx.merge(self._graphdef, tree, self.state_tree.unflatten(state))
 
     def state_after(self, model: Any) -> list[Any]:
-        """The state of a model after a call."""
+        """The state of a model after a call. What the call added to the model (sown values, caches) is left out.
+
+        Raises:
+            PlanError: The call took an array of the state away, or changed its shape or dtype.
+        """
         if not self.is_module:
             return []
         from .flax import nnx
 
-        return jax.tree.leaves(nnx.rest_of(model))
+        rest = nnx.rest_of(model)
+        after = dict(zip(leaf_paths(rest), jax.tree.leaves(rest)))
+        faults = []
+        for path, old in zip(self.state_paths, jax.tree.leaves(self.state)):
+            new = _shape_of(after[path]) if path in after else None
+            if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+                becomes = "is gone" if new is None else f"is {new.dtype}{list(new.shape)}"
+                what = f"the loss changes its form: {path} {becomes} after the call."
+                given = (describe(path, old.dtype, old.shape),)
+                faults.append(Fault("model state", what, given, "keep the shape and dtype of a Variable"))
+        if faults:
+            raise PlanError(faults, "model state")
+        return [after[path] for path in self.state_paths]
 
     def update_state(self, model: Any, state: Sequence[Any]) -> None:
         """Writes new statistics and rng streams into a module."""
@@ -131,7 +151,8 @@ class Loss:
     def __init__(self, fn: Callable[..., Any], form: ModelForm, batch_tree: Any) -> None:
         """Args: the user's function, the model's form, and the structure of a batch."""
         self.fn, self.form, self.batch_tree = fn, form, batch_tree
-        self.takes_key = wants_key(fn)
+        self._pass_key = key_passing(fn)
+        self.takes_key = self._pass_key is not None
 
     def __call__(
         self, params: Sequence[Any], state: Sequence[Any], batch: Sequence[Any], key: Any, microbatch: Any
@@ -142,33 +163,58 @@ class Loss:
             PlanError: The loss is not one floating number.
         """
         model = self.form.build(params, state)
-        arguments = [model, self.batch_tree.unflatten(batch)]
-        if self.takes_key:
+        arguments, named = [model, self.batch_tree.unflatten(batch)], {}
+        if self._pass_key == "by name":
+            named["key"] = jax.random.fold_in(key, microbatch)
+        elif self._pass_key == "by position":
             arguments.append(jax.random.fold_in(key, microbatch))
         with self.form.scoped_calls(model):
-            loss = self.fn(*arguments)
-        shape = getattr(loss, "shape", ())
-        dtype = jax.numpy.result_type(loss) if not isinstance(loss, (tuple, list, dict)) else None
-        if shape != () or dtype is None or not jax.numpy.issubdtype(dtype, jax.numpy.floating):
-            given = f"{type(loss).__name__}" if dtype is None else f"{dtype}{list(shape)}"
-            what = f"returns {given}, not one floating number."
-            raise PlanError(Fault(f"{self.name}(model, batch)", what, mend="loss.mean()"))
-        return loss, self.form.state_after(model)
+            loss = self.fn(*arguments, **named)
+        if (wrong := _no_loss(loss)) is not None:
+            call = f"{self.name}({'model' if self.form.is_module else 'params'}, batch)"
+            raise PlanError(Fault(call, f"returns {wrong[0]}, not one floating number.", mend=wrong[1]))
+        return jax.numpy.asarray(loss), self.form.state_after(model)
 
     @property
     def name(self) -> str:
         """The user's function, for messages."""
-        return getattr(self.fn, "__name__", type(self.fn).__name__)
+        fn = self.fn
+        while isinstance(fn, partial):
+            fn = fn.func
+        return getattr(fn, "__name__", type(fn).__name__)
 
 
-def wants_key(fn: Callable[..., Any]) -> bool:
-    """Whether a loss takes a key: a parameter named ``key``, or a third positional one without a default."""
+def _no_loss(loss: Any) -> tuple[str, str] | None:
+    """What a loss function returned, worded, and the mend, if it is no loss."""
+    if not hasattr(loss, "dtype") and not isinstance(loss, (bool, int, float)):
+        return type(loss).__name__, "return the loss alone"
+    shape, dtype = getattr(loss, "shape", ()), jax.numpy.result_type(loss)
+    text = f"{dtype}{list(shape)}"
+    if not jax.numpy.issubdtype(dtype, jax.numpy.floating):
+        return text, "return a loss of dtype float32"
+    return None if shape == () else (text, "loss.mean()")
+
+
+def key_passing(fn: Callable[..., Any]) -> Literal["by name", "by position"] | None:
+    """How a loss takes its key, if it does: a parameter named ``key``, else a third positional one without a default.
+
+    A ``key`` that ``functools.partial`` has bound is the user's own.
+    """
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (TypeError, ValueError):
-        return False
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return any(p.name == "key" or p.default is p.empty for p in positional[2:3])
+        return None
+    bound = isinstance(fn, partial) and "key" in fn.keywords
+    for parameter in parameters[2:]:
+        if parameter.name == "key" and not bound and parameter.kind in _BY_NAME:
+            return "by name"
+    third = parameters[2:3]
+    taken = any(p.kind in _BY_POSITION and (p.default is p.empty or p.name == "key") for p in third)
+    return "by position" if taken else None
+
+
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _is_module(model: Any) -> bool:
@@ -181,7 +227,17 @@ def _is_module(model: Any) -> bool:
     return nnx.is_module(model)
 
 
+def _check_arrays(params: Any) -> None:
+    faults = [
+        Fault("model", f"parameter {path} is a {type(leaf).__name__}, not an array.", mend="close over it in the loss")
+        for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params))
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, (bool, int, float, complex))
+    ]
+    if faults:
+        raise PlanError(faults, "model")
+
+
 def _shape_of(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return jax.eval_shape(lambda: leaf) if not hasattr(leaf, "dtype") else jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    if not hasattr(leaf, "dtype"):  # a Python number
+        leaf = jax.eval_shape(lambda: leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, jax_dtype(leaf.dtype))

@@ -1,7 +1,8 @@
 """Patterns on module and parameter paths: one language for rules, stages and overrides.
 
 A pattern with ``*`` and no other regex sign is a glob, anchored at the start: ``*`` is one path segment, ``**`` any
-number, and it covers everything below what it matches. Anything else is a regular expression for ``re.search``.
+number (also none), and it covers everything below what it matches. Anything else is a regular expression for
+``re.search``.
 """
 
 import difflib
@@ -43,7 +44,7 @@ class Pattern:
             )
         try:
             _ = self._regex
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             what = f"{self.text!r} is no regular expression: {error}."
             raise PlanError(Fault(self.where, what, mend=f"{re.escape(self.text)!r}, or a glob")) from None
 
@@ -56,9 +57,7 @@ class Pattern:
     def _regex(self) -> re.Pattern[str]:
         if not self.is_glob:
             return re.compile(self.text)
-        segments = self.text.strip("/").split("/")
-        parts = [".+" if s == "**" else re.escape(s).replace(r"\*", "[^/]*") for s in segments]
-        body = "/".join("[^/]+" if p == "[^/]*" else p for p in parts)
+        body = "".join(map(_segment, self.text.strip("/").split("/")))
         return re.compile(f"^{body}(?=/|$)")
 
     def find(self, path: str) -> str | None:
@@ -69,6 +68,13 @@ class Pattern:
     def matches(self, path: str) -> bool:
         """Whether the pattern covers `path`."""
         return self._regex.search(path) is not None
+
+
+def _segment(text: str) -> str:
+    """One segment of a glob with the ``/`` before it (none at the start), as a regular expression."""
+    if text == "**":
+        return r"(?:(?:\A|/)[^/]+)*"
+    return r"(?:\A|/)" + ("[^/]+" if text == "*" else re.escape(text).replace(r"\*", "[^/]*"))
 
 
 def nearest(text: str, names: Iterable[str], count: int = 3) -> list[str]:

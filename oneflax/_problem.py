@@ -14,6 +14,7 @@ from oneflax.sbp.signature import B, NdSbp
 
 from ._batch import BatchLayout
 from ._loss import Loss, ModelForm
+from ._paths import leaf_paths
 from .flax.rules import LeafLayout
 
 REDUCTIONS = ("mean", "sum")
@@ -30,6 +31,7 @@ class Problem:
         batch: How a batch lies on one stage. batch_shapes: Shape and dtype of one microbatch's leaves.
         reduce: How the losses of microbatches make the step's loss: ``"mean"`` or ``"sum"``.
         optimizer: The optax transformation, or None where only gradients are asked for.
+        key_shape: Shape and dtype of a step's key, None where the loss takes none.
     """
 
     grid: Placement
@@ -40,6 +42,7 @@ class Problem:
     batch_shapes: Sequence[jax.ShapeDtypeStruct]
     reduce: str
     optimizer: optax.GradientTransformation | None
+    key_shape: jax.ShapeDtypeStruct | None
 
     @property
     def microbatches(self) -> int:
@@ -60,11 +63,6 @@ class Problem:
     def state_shapes(self) -> list[Any]:
         """Shape and dtype of every other array of the model."""
         return jax.tree.leaves(self.form.state)
-
-    @property
-    def key_shape(self) -> Any:
-        """What a step's key looks like to the loss; None where it takes none."""
-        return jax.eval_shape(lambda: jax.random.key(0)) if self.loss.takes_key else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +95,16 @@ class Program:
     edges: list[tuple[int, int, Any]]
     executor: Any
 
+    @property
+    def shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
+        """Where parameters and the rest of the model live."""
+        return self.param_shardings, self.state_shardings
+
+    def same_layout(self, other: "Program") -> bool:
+        """Whether arrays that this program placed lie where another one wants them."""
+        names = ("param_shardings", "state_shardings", "opt_shardings")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
 
 @dataclass(frozen=True, slots=True)
 class OptimizerForm:
@@ -123,6 +131,11 @@ class OptimizerForm:
         )
         leaves, tree = jax.tree.flatten(state)
         return cls(tree, leaves, [None if owner < 0 else owner for owner in jax.tree.leaves(owners)])
+
+    def __str__(self) -> str:
+        """The first arrays' paths, for messages."""
+        paths = leaf_paths(self.tree.unflatten(self.shapes))
+        return f"{', '.join(paths[:4]) or 'no arrays'}{f' and {len(paths) - 4} more' if len(paths) > 4 else ''}"
 
     def sbp_of(self, leaf: int, layouts: Sequence[LeafLayout], placement: Placement) -> NdSbp:
         """The sbp of a leaf: its parameter's, where it has the parameter's shape."""

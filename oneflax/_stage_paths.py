@@ -48,15 +48,17 @@ def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: in
     layers = [list(dict.fromkeys(layer for path in unique if (layer := _layer(p, path)))) for p in patterns]
     faults = [_no_match(pattern, unique) for pattern, found in zip(patterns, layers) if not found]
     if len(patterns) > 1 and len(patterns) != stages:
-        what = f"{len(patterns)} patterns for a placement of {stages} stages."
-        faults.append(Fault("Plan(stages=)", what, mend="one pattern for each stage, or one glob for all layers"))
+        what = f"{len(patterns)} patterns for placement axis 'stage' (size {stages})."
+        given = (_list("patterns", [repr(pattern.text) for pattern in patterns]),)
+        mend = "one pattern for each stage, or one glob for all layers"
+        faults.append(Fault("Plan(stages=)", what, given, mend))
     if len(patterns) > 1:
         faults.extend(_claimed_twice(patterns, unique))
     if len(patterns) == 1 and layers[0] and len(layers[0]) < stages:
-        what = f"{patterns[0].text!r} matches {len(layers[0])} layers, too few for {stages} stages."
-        faults.append(
-            Fault("Plan(stages=)", what, (_list("layers", layers[0]),), f"a placement with stage={len(layers[0])}")
-        )
+        count = "1 layer" if len(layers[0]) == 1 else f"{len(layers[0])} layers"
+        what = f"{patterns[0].text!r} matches {count}, too few for placement axis 'stage' (size {stages})."
+        mend = f"a placement with stage={len(layers[0])}"
+        faults.append(Fault("Plan(stages=)", what, (_list("layers", layers[0]),), mend))
     if faults:
         raise PlanError(faults, "Plan(stages=)")
     if len(patterns) > 1:
@@ -96,10 +98,12 @@ def _no_match(pattern: Pattern, paths: Sequence[str]) -> Fault:
 
 
 def _suggest(paths: Sequence[str]) -> str:
-    numbered = next((path for path in paths if path.split("/")[-1].isdigit()), None)
-    return (
-        f'stages="{numbered.rsplit("/", 1)[0]}/*"' if numbered else "a glob over the layers' paths, or flow.stage marks"
-    )
+    for path in paths:
+        segments = path.split("/")
+        number = next((i for i, segment in enumerate(segments) if segment.isdigit()), 0)
+        if number:
+            return f'stages="{"/".join(segments[:number])}/*"'
+    return "a glob over the layers' paths, or flow.stage marks"
 
 
 def _claimed_twice(patterns: Sequence[Pattern], paths: Sequence[str]) -> list[Fault]:

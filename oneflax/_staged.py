@@ -294,7 +294,7 @@ class _Feed:
             views = [self._batch.microbatch(arrays[self._leaf[v]], microbatch) for v in leaves]
             placed = jax.device_put(views, [self._layouts[index][v] for v in leaves]) if leaves else []
             known = {**self._fixed[index], **dict(zip(leaves, placed))}
-            if self._key_readers[index]:
+            if self._key is not None and self._key_readers[index]:
                 known[self._key] = keys[index]
             if self._numbers[index]:
                 known[self._number] = self._numbers[index][microbatch]

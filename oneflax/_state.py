@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from oneflax.sbp.errors import Fault, PlanError
+
 from ._loss import ModelForm
 
 if TYPE_CHECKING:
@@ -42,18 +44,26 @@ class TrainState:
 
     @property
     def opt_state(self) -> Any:
-        """The optimizer's state."""
+        """The optimizer's state.
+
+        Raises:
+            PlanError: ``step.place`` gave the state before any step ran: the first call places and makes the rest.
+        """
+        if self._owner is None and len(self._opt) != self._opt_form.tree.num_leaves:
+            what = "the optimizer's state is made at the first call of the step."
+            raise PlanError(Fault("state.opt_state", what, mend="state, metrics = step(state, batch)"))
         return self._opt_form.tree.unflatten(self._opt)
 
     def model(self) -> Any:
         """The model: an nnx module, or the parameters' pytree.
 
-        With stages, its arrays are copied to one device first, so that it can be called; without, they stay split.
+        With stages, its arrays are copied to one device first, so that it can be called; without, they are the
+        state's own: they stay split, and the next step takes their memory.
         """
         from ._plan import gather_leaves
 
         leaves = [*self._params, *self._state]
-        spread = len({getattr(leaf.sharding, "mesh", None) for leaf in leaves}) > 1
+        spread = len({getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves}) > 1
         leaves = gather_leaves(leaves) if spread else leaves
         count = len(self._params)
         return self._form.build(leaves[:count], leaves[count:])

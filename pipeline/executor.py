@@ -13,15 +13,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from oneflax.sbp.errors import Fault, ScheduleError
 from oneflax.sbp.grid import Placement
 
 from .actions import Action
 from .actors import dispatch_order
 from .recorder import Recorder
 from .registers import RegisterPool
-from .sharing import group_stages
+from .sharing import Group, group_stages
 from .stage_functions import BackwardOutput, ForwardOutput, StageArguments, StageKind, is_float
 from .stages import Cut, StageGraph
 from .table import ScheduleTable
@@ -96,16 +98,19 @@ class StageRunner:
         self.mesh = placement.mesh
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         self.scalars = jax.device_put(list(scalars), everywhere)
+        self.zero = jax.device_put(np.uint32(0), everywhere)
         self.param_shardings = list(param_shardings)
         self.replaced = [stage.state.index(old) for old in stage.new_state]
         new_state = [state_shardings[i] for i in self.replaced]
         # Outer jits pin the layouts for these devices; the inner ones are shared, so equal stages trace once.
-        layout: Any = ForwardOutput(None, new_state, everywhere, None, everywhere)
+        free: Any = None  # XLA chooses
+        small: Any = everywhere  # one layout for a whole list
+        layout = ForwardOutput(free, new_state, small, free, everywhere)
         self.forward = jax.jit(lambda args: kind.forward(args), out_shardings=layout)
         self.evaluate = jax.jit(lambda args: kind.evaluate(args), out_shardings=layout)
         self.backward = jax.jit(
             lambda *args: kind.backward(*args),
-            out_shardings=BackwardOutput(None, self.param_shardings, everywhere),
+            out_shardings=BackwardOutput(free, self.param_shardings, everywhere),
             donate_argnums=4,
         )
         shapes = [(avals[v].shape, avals[v].dtype) for v in stage.params]
@@ -136,17 +141,17 @@ class Executor:
 
         Args:
             cut: The loss in stages.
-            table: What each worker does; validated here against the cut's edges.
+            table: What each worker does; validated here against the cut's edges. Forwards of a stage with state run in
+                the order of microbatches.
             placements: The devices of each worker.
             shardings: For each parameter and state argument (by value number), its layout on every stage.
 
         Raises:
             ScheduleError: The table does not fit the stages.
         """
-        edges = cut.stage_edges
-        table.validate(edges)
+        _check_table(cut, table)
         self.cut, self.table = cut, table
-        self._order = dispatch_order(table, edges)
+        self._order = dispatch_order(table, cut.stage_edges)
         self._readers = [
             {v: tuple(sorted(e.target for e in cut.edges if e.source == s.index and e.value == v)) for v in s.edges_out}
             for s in cut.stages
@@ -154,18 +159,26 @@ class Executor:
         consumers = [tuple(len(readers) for readers in by_value.values()) for by_value in self._readers]
         groups = group_stages(cut.graph, cut.stages, consumers)
         self.kinds = [StageKind(cut.graph, group, consumers[group.members[0].index]) for group in groups]
-        runners: dict[int, StageRunner] = {}
-        for group, kind in zip(groups, self.kinds):
-            for stage, scalars in zip(group.members, group.values):
-                placement = placements[table.worker_of_stage[stage.index]]
-                layouts = [[shardings[v][stage.index] for v in values] for values in (stage.params, stage.state)]
-                runners[stage.index] = StageRunner(stage, kind, scalars, placement, *layouts, cut.graph.avals)
-        self.runners = [runners[i] for i in range(len(cut.stages))]
+        self.runners = self._make_runners(groups, placements, shardings)
         self.pools = self._new_pools()
         self._source = {e.value: e.source for e in cut.edges}
         self._in_flight: list[deque[Any]] = [deque() for _ in range(table.workers)]
         self._recorder: Recorder | None = None
         self.record = False
+
+    def _make_runners(
+        self,
+        groups: Sequence[Group],
+        placements: Sequence[Placement],
+        shardings: Mapping[int, Sequence[NamedSharding]],
+    ) -> list[StageRunner]:
+        runners: dict[int, StageRunner] = {}
+        for group, kind in zip(groups, self.kinds):
+            for stage, scalars in zip(group.members, group.values):
+                placement = placements[self.table.worker_of_stage[stage.index]]
+                params, state = ([shardings[v][stage.index] for v in values] for values in (stage.params, stage.state))
+                runners[stage.index] = StageRunner(stage, kind, scalars, placement, params, state, self.cut.graph.avals)
+        return [runners[stage.index] for stage in self.cut.stages]
 
     @property
     def trace(self) -> Trace | None:
@@ -182,7 +195,7 @@ class Executor:
         gradients = [] if self.table.forward_only else [runner.zeros() for runner in self.runners]
         self.pools = self._new_pools()
         step = _Step(inputs, [list(s) for s in inputs.state], gradients, added=[0] * len(self.runners))
-        recorder = Recorder(self.table) if self.record else None
+        recorder = self._new_recorder() if self.record else None
         try:
             for worker, action in self._order:
                 self._wait_for_room(worker)
@@ -201,6 +214,11 @@ class Executor:
     def _new_pools(self) -> list[RegisterPool[int]]:
         return [RegisterPool(n, f"stage {stage}") for stage, n in enumerate(least_credits(self.table))]
 
+    def _new_recorder(self) -> Recorder:
+        avals = self.cut.graph.avals
+        returning = {(e.source, e.target) for e in self.cut.edges if is_float(avals[e.value])}
+        return Recorder(self.table, self.cut.stage_edges, returning)
+
     def _wait_for_room(self, worker: int) -> None:
         queue = self._in_flight[worker]
         if len(queue) >= MAX_IN_FLIGHT:
@@ -209,9 +227,8 @@ class Executor:
     def _fire(self, step: _Step, action: Action, loss_cotangent: Any) -> tuple[Sequence[Any], Any]:
         if action.kind == "F":
             return self._forward(step, action.stage, action.microbatch)
-        if action.kind == "B":
-            return self._backward(step, action.stage, action.microbatch, loss_cotangent)
-        raise NotImplementedError(f"action {action}: a backward in two parts (I and W) does not run yet")
+        assert action.kind == "B", f"{action} has no function"  # _check_table refuses I and W
+        return self._backward(step, action.stage, action.microbatch, loss_cotangent)
 
     def _forward(self, step: _Step, index: int, microbatch: int) -> tuple[Sequence[Any], Any]:
         runner, stage = self.runners[index], self.cut.stages[index]
@@ -255,7 +272,7 @@ class Executor:
         weight = loss_cotangent if 0 in stage.results else None
         in_order = microbatch == step.added[index]
         total = step.gradients[index] if in_order else runner.zeros()
-        out = runner.backward(args, residuals, cotangents, weight, total)
+        out = runner.backward(args, residuals, cotangents, weight, total, runner.zero)
         self._add(step, index, microbatch, out.gradients, in_order)
         self._send_backward(step, stage, microbatch, out.cotangents)
         self.pools[index].release(microbatch)
@@ -280,3 +297,30 @@ class Executor:
             copies = send([value for _, value in items], self.runners[source].mesh)
             for (number, _), copy in zip(items, copies):
                 step.cotangents[number, stage.index, microbatch] = copy
+
+
+def _check_table(cut: Cut, table: ScheduleTable) -> None:
+    """Refuses a table that does not fit the stages; see :class:`Executor`."""
+    where = f"table {table.name!r}"
+    if table.stages != len(cut.stages):
+        what = f"the table is for {table.stages} stages and the loss has {len(cut.stages)}."
+        raise ScheduleError(Fault(where, what, mend="as many stages in the table as flow.stage marks or patterns make"))
+    table.validate(cut.stage_edges)
+    actions = [action for row in table.actions for action in row]
+    if split := [action for action in actions if action.kind in "IW"]:
+        what = f"{split[0]} is half of a backward, which does not run yet."
+        raise ScheduleError(Fault(where, what, mend="a table with B, such as one_f_one_b(microbatches=8)"))
+    faults = []
+    for stage in cut.stages:
+        forwards = [a.microbatch for a in actions if a.stage == stage.index and a.kind == "F"]
+        if stage.new_state and forwards != sorted(forwards):
+            faults.append(_state_out_of_order(where, stage.index, forwards))
+    if faults:
+        raise ScheduleError(faults, where)
+
+
+def _state_out_of_order(where: str, stage: int, forwards: Sequence[int]) -> Fault:
+    order = ", ".join(map(str, forwards))
+    what = f"its state goes from microbatch to microbatch, but its forwards run in the order {order}."
+    mend = f"forwards of stage {stage} in the order of microbatches, or a model without state there"
+    return Fault(f"{where}, stage {stage}", what, mend=mend)

@@ -13,6 +13,8 @@ import jax
 
 from oneflax.sbp import _compat
 
+from .markers import marked_stage
+
 #: Operations whose body is only a call: opening them changes nothing but the list's length.
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 
@@ -86,8 +88,8 @@ def flatten(closed_jaxpr: Any, *, open_all: bool = False) -> Graph:
     jaxpr, constants = _compat.open_jaxpr(closed_jaxpr)
     env: dict[Any, Atom] = {}
     for var in jaxpr.invars:
-        env[var] = graph.new_value(var.aval)
-        graph.inputs.append(env[var])
+        graph.inputs.append(graph.new_value(var.aval))
+        env[var] = graph.inputs[-1]
     _bind_constants(graph, env, jaxpr, constants)
     _append(graph, env, jaxpr, (), open_all)
     graph.outputs.extend(_atom(env, var) for var in jaxpr.outvars)
@@ -129,17 +131,25 @@ def _body_to_open(equation: Any, open_all: bool) -> Any:
     if equation.primitive.name not in _CALLS:
         return None
     bodies = _compat.inner_jaxprs(equation)
-    return bodies[0] if open_all or any(_has_places(body) for body in bodies) else None
+    return bodies[0] if open_all or any(_has_scopes(body) or has_marks(body) for body in bodies) else None
 
 
-def _has_places(jaxpr: Any) -> bool:
+def _has_scopes(jaxpr: Any) -> bool:
     inner, _ = _compat.open_jaxpr(jaxpr)
     return any(
-        _compat.scopes(equation)
-        or equation.primitive.name == "oneflax_stage"
-        or any(_has_places(body) for body in _compat.inner_jaxprs(equation))
-        for equation in inner.eqns
+        _compat.scopes(equation) or any(map(_has_scopes, _compat.inner_jaxprs(equation))) for equation in inner.eqns
     )
+
+
+def has_marks(jaxpr: Any) -> bool:
+    """Whether a jaxpr, open or closed, holds a mark of ``flow.stage`` at any depth."""
+    inner, _ = _compat.open_jaxpr(jaxpr)
+    return any(map(hands_over, inner.eqns))
+
+
+def hands_over(equation: Any) -> bool:
+    """Whether an operation is a mark of ``flow.stage`` or holds one, so that its arguments are a stage's inputs."""
+    return marked_stage(equation) is not None or any(map(has_marks, _compat.inner_jaxprs(equation)))
 
 
 def path_of(scopes: Sequence[str]) -> str:

@@ -4,6 +4,7 @@ Two stages are the same when their operations, parameters of operations and shap
 operations may differ (each layer of a linen model carries the hash of its own path): those become arguments.
 """
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,19 @@ def _atom_signature(atom: Atom, number: dict[int, int], *, blank: bool = False) 
     return kind if blank else (*kind, array.tobytes())
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Itself:
+    """Equal to nothing but another one of the same object, which it keeps alive so that no address comes twice."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
 def _params_signature(equation: Any, *, rules: bool = True) -> Hashable:
     """An operation's parameters as a comparable value; bodies by structure, rules of custom derivatives by trace.
 
@@ -116,7 +130,8 @@ def _params_signature(equation: Any, *, rules: bool = True) -> Hashable:
         if rules:
             return _derivative_signature(equation)
         return tuple(_jaxpr_signature(body, rules=False) for body in _compat.inner_jaxprs(equation))
-    return tuple((name, _param(value, rules)) for name, value in sorted(equation.params.items()))
+    context = tuple(_param(value, rules) for value in _compat.context(equation))
+    return (context, *((name, _param(value, rules)) for name, value in sorted(equation.params.items())))
 
 
 def _param(value: Any, rules: bool) -> Hashable:
@@ -124,13 +139,24 @@ def _param(value: Any, rules: bool) -> Hashable:
         return _jaxpr_signature(value, rules=rules)
     if isinstance(value, (tuple, list)):
         return (type(value).__name__, *(_param(item, rules) for item in value))
+    if isinstance(value, (bool, int, float, complex)):
+        return (type(value).__name__, repr(value))  # True == 1 == 1.0, and 0.0 == -0.0, but not here
     if isinstance(value, np.ndarray):
-        return ("array", value.shape, str(value.dtype), value.tobytes())
+        return _content(value)
     try:
         hash(value)
     except TypeError:
-        return ("unhashable", id(value))
+        return _Itself(value)
     return value
+
+
+def _content(value: Any) -> Hashable:
+    """An array by what it holds; what is no array (a key, a part of an array on other machines) by identity."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, RuntimeError):
+        return _Itself(value)
+    return ("array", array.shape, str(array.dtype), hashlib.sha256(array.tobytes()).digest())
 
 
 def _jaxpr_signature(closed: Any, *, rules: bool = True) -> Hashable:
@@ -148,15 +174,18 @@ def _jaxpr_signature(closed: Any, *, rules: bool = True) -> Hashable:
         avals = tuple(_aval(var.aval) for var in equation.outvars)
         equations.append((equation.primitive.name, _params_signature(equation, rules=rules), inputs, avals))
     invars = tuple(_aval(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars))
-    return ("jaxpr", invars, tuple(equations), tuple(map(atom, jaxpr.outvars)), tuple(map(id, constants)))
+    return ("jaxpr", invars, tuple(equations), tuple(map(atom, jaxpr.outvars)), tuple(map(_content, constants)))
 
 
 def _derivative_signature(equation: Any) -> Hashable:
     """The signature of a custom derivative: its value and its rule, traced.
 
     The rule is a Python function that is new at each trace, and may close over numbers that the value does not show
-    (a gradient scale), so nothing short of the rule's own trace tells whether two are the same.
+    (a gradient scale), so nothing short of the rule's own trace tells whether two are the same. A rule that asks which
+    arguments are differentiated (``symbolic_zeros``) has several traces, and is equal to itself alone.
     """
+    if equation.params.get("symbolic_zeros"):
+        return _Itself(equation)
     shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in equation.invars]
 
     def value_and_pullback(*args: Any) -> Any:
@@ -165,5 +194,5 @@ def _derivative_signature(equation: Any) -> Hashable:
 
     try:
         return ("derivative", _jaxpr_signature(jax.make_jaxpr(value_and_pullback)(*shapes), rules=False))
-    except TypeError:  # integer or key arguments: no pullback to look at
-        return ("derivative of", id(equation))
+    except Exception:  # integer results, or a rule that fails: the stage is traced alone and tells why, if it is used
+        return _Itself(equation)

@@ -2,16 +2,18 @@
 
 One :class:`StageKind` is traced for a whole group of equal stages; each stage compiles it for its own devices.
 Weights are never residuals: ``jax.vjp`` inside ``jit`` would return a copy of every weight for each microbatch in
-flight, so the leaves of its closure that are arguments are dropped in the forward and put back in the backward.
+flight, and another one cast or transposed. So what the closure of ``jax.vjp`` holds is sorted: arguments are dropped in
+the forward and put back in the backward, and what follows from parameters alone is made again there.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .graph import Atom, Graph, Op, evaluate
+from .graph import Atom, Graph, Op, evaluate, trace
 from .sharing import Group
 
 Arrays = Sequence[Any]
@@ -51,6 +53,49 @@ class BackwardOutput(NamedTuple):
     token: Any
 
 
+@dataclass(frozen=True, slots=True)
+class _Closure:
+    """What a traced forward leaves for its backward.
+
+    Attributes:
+        structure: The closure of ``jax.vjp`` as a pytree. leaves: Its leaves, as values of the forward's graph.
+        inputs, constants: The forward's arguments and what it closed over, by value number.
+        remade: Operations on parameters alone that make leaves again.
+        kept: The leaves that are left, which the forward gives as residuals.
+    """
+
+    structure: Any
+    leaves: Sequence[Atom]
+    inputs: Sequence[int]
+    constants: dict[int, Any]
+    remade: Sequence[Op]
+    kept: Sequence[int]
+
+    @classmethod
+    def of(cls, graph: Graph, structure: Any, leaves: Sequence[Atom], fixed: Sequence[int]) -> "_Closure":
+        """Sorts the leaves; `fixed` are the arguments that are the same for every microbatch."""
+        again = {*fixed, *graph.constants}
+        for op in graph.ops:
+            if again.issuperset(op.value_inputs) and not op.equation.effects:
+                again.update(op.outputs)
+        known = again.union(graph.inputs)
+        kept = dict.fromkeys(leaf for leaf in leaves if isinstance(leaf, int) and leaf not in known)
+        wanted = {leaf for leaf in leaves if isinstance(leaf, int)} & again
+        remade: list[Op] = []
+        for op in reversed(graph.ops):
+            if again.issuperset(op.outputs) and not wanted.isdisjoint(op.outputs):
+                remade.append(op)
+                wanted.update(op.value_inputs)
+        return cls(structure, leaves, graph.inputs, graph.constants, remade[::-1], tuple(kept))
+
+    def pullback(self, arguments: Sequence[Any], residuals: Sequence[Any]) -> Any:
+        """The function that ``jax.vjp`` gave, on another day."""
+        env: dict[int, Any] = {**self.constants, **dict(zip(self.inputs, arguments)), **dict(zip(self.kept, residuals))}
+        evaluate(self.remade, env)
+        leaves = [env[leaf] if isinstance(leaf, int) else leaf.value for leaf in self.leaves]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
 class StageKind:
     """The functions that a group of equal stages shares.
 
@@ -67,7 +112,7 @@ class StageKind:
         self._differentiable_out = [is_float(graph.avals[v]) for v in stage.edges_out]
         self._consumers = [n for n, floating in zip(consumers, self._differentiable_out) if floating]
         self._has_loss = 0 in stage.results
-        self._closure: Any = None
+        self._closure: Any = None  # a _Closure, once the forward has been traced
         self.traces = {"F": 0, "B": 0, "E": 0}
         self.forward = jax.jit(self._forward)
         self.backward = jax.jit(self._backward)
@@ -97,6 +142,27 @@ class StageKind:
 
     def _forward(self, args: StageArguments) -> ForwardOutput:
         self.traces["F"] += 1
+        structure: Any = None
+
+        def with_closure(args: StageArguments) -> tuple[Any, list[Any]]:
+            nonlocal structure
+            pullback, outputs = self._differentiate(args)
+            leaves, structure = jax.tree.flatten(pullback)
+            return outputs, leaves
+
+        graph, (shapes, closure) = trace(with_closure, args, open_all=True)
+        env: dict[int, Any] = {**graph.constants, **dict(zip(graph.inputs, jax.tree.leaves(args)))}
+        evaluate(graph.ops, env)
+        count = len(graph.outputs) - len(closure)
+        values = [env[atom] if isinstance(atom, int) else jnp.asarray(atom.value) for atom in graph.outputs[:count]]
+        edges_out, new_state, results = jax.tree.unflatten(jax.tree.structure(shapes), values)
+        fixed = graph.inputs[: len(args.scalars) + len(args.params)]
+        self._closure = _Closure.of(graph, structure, graph.outputs[count:], fixed)
+        residuals = [env[value] for value in self._closure.kept]
+        return ForwardOutput(edges_out, new_state, results, residuals, jnp.zeros((), jnp.int32))
+
+    def _differentiate(self, args: StageArguments) -> tuple[Any, Any]:
+        """The stage's pullback from loss and floating edges out to parameters and floating edges in; all it gives."""
         scalars, params, state, data, edges_in = args
 
         def differentiable(params: Arrays, floating: Arrays) -> tuple[Any, Any]:
@@ -106,34 +172,44 @@ class StageKind:
             return targets, (edges_out, new_state, results)
 
         floating_in = _select(edges_in, self._differentiable_in)
-        _, pullback, (edges_out, new_state, results) = jax.vjp(differentiable, list(params), floating_in, has_aux=True)
-        leaves, treedef = jax.tree.flatten(pullback)
-        arguments = jax.tree.leaves(args)
-        position = {id(leaf): i for i, leaf in enumerate(arguments)}
-        sources = [position.get(id(leaf)) for leaf in leaves]
-        self._closure = (treedef, sources)
-        residuals = [leaf for leaf, source in zip(leaves, sources) if source is None]
-        return ForwardOutput(edges_out, new_state, results, residuals, jnp.zeros((), jnp.int32))
+        _, pullback, outputs = jax.vjp(differentiable, list(params), floating_in, has_aux=True)
+        return pullback, outputs
 
     def _backward(
-        self, args: StageArguments, residuals: Arrays, cotangents: Arrays, loss_cotangent: Any, accumulated: Arrays
+        self,
+        args: StageArguments,
+        residuals: Arrays,
+        cotangents: Arrays,
+        loss_cotangent: Any,
+        accumulated: Arrays,
+        zero: Any,
     ) -> BackwardOutput:
-        """`cotangents`: for each floating edge out, one from each stage that reads it, in the order of stages."""
+        """`cotangents`: for each floating edge out, one from each stage that reads it, in the order of stages.
+
+        `accumulated`: the gradients so far, to add to. `zero`: an unsigned integer 0 that the compiler does not know.
+        """
         self.traces["B"] += 1
-        treedef, sources = self._closure
-        arguments, rest = jax.tree.leaves(args), iter(residuals)
-        leaves = [next(rest) if source is None else arguments[source] for source in sources]
-        pullback = jax.tree.unflatten(treedef, leaves)
+        pullback = self._closure.pullback(jax.tree.leaves(args), residuals)
         given = iter(cotangents)
         targets = [_sum([next(given) for _ in range(n)]) for n in self._consumers]
         if self._has_loss:
             targets.append(loss_cotangent)
         gradients, floating_in = pullback(targets)
-        # The barrier keeps the sum apart from the product that makes the gradient: fused, the bits would depend on
-        # whether a schedule adds here or later.
-        gradients = jax.lax.optimization_barrier(gradients)
-        total = [a + g for a, g in zip(accumulated, gradients)]
+        total = [a + _apart(g, zero) for a, g in zip(accumulated, gradients)]
         return BackwardOutput(floating_in, total, jnp.zeros((), jnp.int32))
+
+
+def _apart(value: Any, zero: Any) -> Any:
+    """The value, rounded before it is added to anything.
+
+    XLA fuses a product with the sum that it goes into and rounds once, so the bits would depend on whether a schedule
+    adds here or later; ``optimization_barrier`` is gone by then. It cannot look through an exclusive or with a zero
+    that it does not know.
+    """
+    if jnp.iscomplexobj(value):
+        return jax.lax.complex(_apart(value.real, zero), _apart(value.imag, zero))
+    bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(bits ^ zero.astype(bits.dtype), value.dtype)
 
 
 def _with_arguments(ops: Sequence[Op], group: Group) -> list[Op]:

@@ -13,10 +13,12 @@ A value that a later stage reads is an *edge*, over any number of stages: skips 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from oneflax.sbp import _compat
 from oneflax.sbp.errors import Fault, PlanError
 
-from .graph import Atom, Graph, Op, inner_paths
+from .graph import Atom, Graph, Op, flatten, hands_over, has_marks, inner_paths
 from .markers import marked_stage
 
 #: A module path → its stage, or None where the pattern says nothing.
@@ -112,8 +114,8 @@ def cut(graph: Graph, roles: Roles, stages: int, stage_of_path: StageOfPath = la
         faults.extend(_empty_stages(stage_of_op, stages))
     if faults:
         raise PlanError(faults, "stages")
-    homes = _spread(graph, roles, ops, stage_of_op, stages)
-    built = _build(graph, roles, ops, homes, stages)
+    homes, readers = _spread(graph, roles, ops, stage_of_op, stages)
+    built = _build(graph, roles, ops, homes, readers, stages)
     faults.extend(_shared_state(graph, roles, built))
     if faults:
         raise PlanError(faults, "stages")
@@ -135,17 +137,35 @@ def _place(op: Op, stages: int, stage_of_path: StageOfPath, faults: list[Fault])
     marked = marked_stage(op.equation)
     if marked is not None:
         if marked >= stages:
-            what = f"marks stage {marked}, but the placement has {stages} stages (0 to {stages - 1})."
-            faults.append(Fault("flow.stage(x, index)", what, (str(op),), f"a placement with stage={marked + 1}"))
-            return stages - 1
-        return marked
+            faults.append(_no_such_stage(op, marked, stages))
+        return min(marked, stages - 1)
     own = stage_of_path(op.path)
-    inner = {stage for path in inner_paths(op.equation, (op.path,)) if (stage := stage_of_path(path)) is not None}
-    if own is None and len(inner) > 1:
-        what = f"one {op.equation.primitive.name} operation holds modules of stages {sorted(inner)}; it cannot be cut."
-        mend = "put the boundary outside of it, or write the loop over layers as a Python loop"
-        faults.append(Fault("stages", what, (str(op),), mend))
-    return own if own is not None else min(inner, default=None)
+    inner = {own} if own is not None else {stage_of_path(path) for path in inner_paths(op.equation, (op.path,))}
+    for index, at_entry in _inner_marks(op.equation):
+        inner.add(min(index, stages - 1))
+        if index >= stages:
+            faults.append(_no_such_stage(op, index, stages))
+        elif not at_entry:
+            faults.append(_mark_in_the_middle(op, index))
+    found = sorted(stage for stage in inner if stage is not None)
+    if len(found) > 1:
+        faults.append(_holds_several_stages(op, found))
+    return min(found, default=None)
+
+
+def _inner_marks(equation: Any) -> Iterable[tuple[int, bool]]:
+    """Marks in an operation's body, each with whether nothing that the body computes before a mark flows into it."""
+    for body in _compat.inner_jaxprs(equation):
+        if not has_marks(body):
+            continue
+        marked: set[int] = set()
+        early: set[int] = set()
+        for op in flatten(body, open_all=True).ops:
+            own = marked_stage(op.equation)
+            marks = [(own, True)] if own is not None else list(_inner_marks(op.equation))
+            yield from ((index, at_entry and early.isdisjoint(op.value_inputs)) for index, at_entry in marks)
+            follows = bool(marks) or not marked.isdisjoint(op.value_inputs)
+            (marked if follows else early).update(op.outputs)
 
 
 def _follow_dataflow(ops: Sequence[Op], explicit: Sequence[int | None], faults: list[Fault]) -> list[int | None]:
@@ -185,46 +205,80 @@ def _empty_stages(stage_of_op: Sequence[int | None], stages: int) -> Iterable[Fa
 
 def _spread(
     graph: Graph, roles: Roles, ops: Sequence[Op], stage_of_op: Sequence[int | None], stages: int
-) -> list[tuple[int, ...]]:
-    """The stages that run each operation: one, or several for a copied one."""
+) -> tuple[list[tuple[int, ...]], Mapping[int, set[int]]]:
+    """The stages that run each operation (one, or several for a copied one), and those that read each value."""
+    once = _run_once(roles, ops)
+    seeds: dict[int, set[int]] = {atom: {stages - 1} for atom in graph.outputs[:1] if isinstance(atom, int)}
+    homes, readers = _homes(ops, stage_of_op, once, seeds, ())
+    # State is replaced where it is read, which may make more operations read state, and so on. What nobody wants after
+    # that (auxiliary results, effects, state that is only written) runs on stage 0.
+    for unwanted in ((), (0,)):
+        while True:
+            before = {value: set(wanted) for value, wanted in seeds.items()}
+            for old, new in zip(roles.state, graph.outputs[1:]):
+                if isinstance(new, int) and old in readers:
+                    seeds.setdefault(new, set()).update(readers[old])
+            homes, readers = _homes(ops, stage_of_op, once, seeds, unwanted)
+            if seeds == before:
+                break
+    return homes, readers
+
+
+def _run_once(roles: Roles, ops: Sequence[Op]) -> list[bool]:
+    """Whether each operation must not be copied: it mixes parameters with data, or has effects."""
     touches_params, touches_data = set(roles.params), {*roles.data, *roles.state}
+    once = []
     for op in ops:
         inputs = set(op.value_inputs)
-        if inputs & touches_params:
+        params, data = not inputs.isdisjoint(touches_params), not inputs.isdisjoint(touches_data)
+        if params:
             touches_params.update(op.outputs)
-        if inputs & touches_data:
+        if data:
             touches_data.update(op.outputs)
-    users: dict[int, set[int]] = {}
-    for atom in graph.outputs[:1]:
-        if isinstance(atom, int):
-            users[atom] = {stages - 1}
-    for old, new in zip(roles.state, graph.outputs[1:]):  # state is replaced where it is read
-        readers = {stage for op, stage in zip(ops, stage_of_op) if stage is not None and old in op.value_inputs}
-        if isinstance(new, int) and readers:
-            users.setdefault(new, set()).update(readers)
+        once.append((params and data) or bool(op.equation.effects))
+    return once
+
+
+def _homes(
+    ops: Sequence[Op],
+    stage_of_op: Sequence[int | None],
+    once: Sequence[bool],
+    seeds: Mapping[int, set[int]],
+    unwanted: tuple[int, ...],
+) -> tuple[list[tuple[int, ...]], dict[int, set[int]]]:
+    """The stages of each operation when the stages of `seeds` want those values; what no stage wants is `unwanted`."""
+    readers = {value: set(wanted) for value, wanted in seeds.items()}
     marked: dict[int, set[int]] = {}  # values that a mark makes the input of a stage
     homes: list[tuple[int, ...]] = [()] * len(ops)
     for i in reversed(range(len(ops))):
         op, stage = ops[i], stage_of_op[i]
-        values = set(op.outputs)
         if stage is not None:
             homes[i] = (stage,)
         else:
-            copied = not (values & touches_params and values & touches_data)
-            wanted = set().union(*(users.get(value, set()) for value in values))
-            for target in set().union(*(marked.get(value, set()) for value in values)):
-                wanted.add(target if copied else max(0, target - 1))  # what makes a stage's input comes before it
-            wanted = wanted or {0}
-            homes[i] = tuple(sorted(wanted)) if copied else (min(wanted),)
-        asks = marked if marked_stage(op.equation) is not None else users
-        for value in op.value_inputs:
+            wanted = set().union(*(readers.get(value, ()) for value in op.outputs))
+            for target in set().union(*(marked.get(value, ()) for value in op.outputs)):
+                wanted.add(max(0, target - 1) if once[i] else target)  # what makes a stage's input comes before it
+            homes[i] = tuple(sorted(wanted)) or unwanted
+            if once[i]:
+                homes[i] = homes[i][:1]
+        asks = marked if hands_over(op.equation) else readers
+        for value in op.value_inputs if homes[i] else ():
             asks.setdefault(value, set()).update(homes[i])
-    return homes
+    for value, wanted in marked.items():
+        readers.setdefault(value, set()).update(wanted)
+    return homes, readers
 
 
-def _build(graph: Graph, roles: Roles, ops: Sequence[Op], homes: Sequence[tuple[int, ...]], stages: int) -> Cut:
+def _build(
+    graph: Graph,
+    roles: Roles,
+    ops: Sequence[Op],
+    homes: Sequence[tuple[int, ...]],
+    readers: Mapping[int, set[int]],
+    stages: int,
+) -> Cut:
     made_in: dict[int, tuple[int, ...]] = {value: where for op, where in zip(ops, homes) for value in op.outputs}
-    new_state, results = _split_results(graph, roles, made_in, homes, ops, stages)
+    new_state, results = _split_results(graph, roles, made_in, readers, stages)
     edges: list[Edge] = []
     parts: list[StageGraph] = []
     for stage in range(stages):
@@ -261,15 +315,10 @@ def _split_results(
     graph: Graph,
     roles: Roles,
     made_in: Mapping[int, tuple[int, ...]],
-    homes: Sequence[tuple[int, ...]],
-    ops: Sequence[Op],
+    readers: Mapping[int, set[int]],
     stages: int,
 ) -> tuple[list[dict[int, Atom]], list[dict[int, Atom]]]:
     """For each stage, the state that it replaces and the results that it makes."""
-    readers: dict[int, set[int]] = {}
-    for op, where in zip(ops, homes):
-        for value in op.value_inputs:
-            readers.setdefault(value, set()).update(where)
     new_state: list[dict[int, Atom]] = [{} for _ in range(stages)]
     results: list[dict[int, Atom]] = [{} for _ in range(stages)]
     for position, atom in enumerate(graph.outputs):
@@ -297,3 +346,20 @@ def _shared_state(graph: Graph, roles: Roles, built: Cut) -> Iterable[Fault]:
             )
             mend = "give each module a state (rng stream, statistics) of its own"
             yield Fault("stages", what, (str(graph.avals[value]),), mend)
+
+
+def _no_such_stage(op: Op, index: int, stages: int) -> Fault:
+    what = f"marks stage {index}, but the placement has {stages} stages (0 to {stages - 1})."
+    return Fault("flow.stage(x, index)", what, (str(op),), f"a placement with stage={index + 1}")
+
+
+def _mark_in_the_middle(op: Op, index: int) -> Fault:
+    name = op.equation.primitive.name
+    what = f"one {name} operation holds a mark of stage {index} behind work of its own; it cannot be cut."
+    return Fault("flow.stage(x, index)", what, (str(op),), "put the boundary outside of it")
+
+
+def _holds_several_stages(op: Op, stages: Sequence[int]) -> Fault:
+    what = f"one {op.equation.primitive.name} operation holds modules of stages {list(stages)}; it cannot be cut."
+    mend = "put the boundary outside of it, or write the loop over layers as a Python loop"
+    return Fault("stages", what, (str(op),), mend)

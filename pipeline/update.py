@@ -92,17 +92,29 @@ class StagedFunction:
         targets = [0 if home is None else home for home in out_homes]
         self._parts = _divide(self._graph, self._where, targets, len(meshes))
         self._outputs = list(zip(self._graph.outputs, targets))
-        self._constants = {
-            i: jax.device_put(atom.value, layout)
-            for i, (atom, layout) in enumerate(zip(self._graph.outputs, out_shardings))
-            if not isinstance(atom, int)
-        }
+        self._constants = _constant_results(self._graph, out_shardings)
         self._homes = dict(zip(self._graph.inputs, homes))
         self.phases = 1 + max((part.phase for part in self._parts), default=0)
-        layouts = {(atom, t): s for (atom, t), s in zip(self._outputs, out_shardings) if isinstance(atom, int)}
+        layouts: dict[tuple[Atom, int], NamedSharding | None] = {
+            (atom, t): s for (atom, t), s in zip(self._outputs, out_shardings) if isinstance(atom, int)
+        }
         donated = {value for value, yes in zip(self._graph.inputs, donate) if yes}
+        self._copied = self._results_to_copy(donated)
         self._compile(layouts, dict(zip(self._graph.inputs, shardings)), donated)
         self.shared_bytes = sum(_bytes(self._graph, v) for part in self._parts for v in self._foreign(part))
+
+    def _results_to_copy(self, donated: set[int]) -> set[int]:
+        """Results that share memory with another one or with an argument that stays: their owner may donate them."""
+        copied = set(self._constants)
+        given: set[tuple[int, Mesh]] = {
+            (value, self._meshes[home or 0]) for value, home in self._homes.items() if value not in donated
+        }
+        for i, (atom, target) in enumerate(self._outputs):
+            if isinstance(atom, int):
+                if (atom, self._meshes[target]) in given:
+                    copied.add(i)
+                given.add((atom, self._meshes[target]))
+        return copied
 
     def _foreign(self, part: _Part) -> list[int]:
         """Values that a part reads and another stage makes."""
@@ -167,11 +179,14 @@ class StagedFunction:
         return [self._result(known, i, atom, target) for i, (atom, target) in enumerate(self._outputs)]
 
     def _result(self, known: Mapping[tuple[int, int], Any], position: int, atom: Atom, target: int) -> Any:
-        if not isinstance(atom, int):
-            return jax.numpy.copy(self._constants[position])  # a copy, for the caller may donate it
-        if (atom, target) in known:
-            return known[atom, target]
-        return send([known[atom, self._maker(atom) or 0]], self._meshes[target])[0]
+        if position in self._constants:
+            value = self._constants[position]
+        else:
+            assert isinstance(atom, int)
+            value = known.get((atom, target))
+            if value is None:
+                value = send([known[atom, self._maker(atom) or 0]], self._meshes[target])[0]
+        return jax.numpy.copy(value) if position in self._copied else value
 
     def _fetch(self, known: dict[tuple[int, int], Any], part: _Part) -> None:
         missing = [v for v in part.inputs if (v, part.stage) not in known]
@@ -179,6 +194,14 @@ class StagedFunction:
             values = [known[v, self._maker(v) or 0] for v in missing]
             copies = send(values, self._meshes[part.stage])
             known.update(((v, part.stage), copy) for v, copy in zip(missing, copies))
+
+
+def _constant_results(graph: Graph, layouts: Sequence[NamedSharding | None]) -> dict[int, Any]:
+    """Results that depend on no argument and no operation, by position, where they are wanted."""
+    values = {
+        i: graph.constants.get(atom) if isinstance(atom, int) else atom.value for i, atom in enumerate(graph.outputs)
+    }
+    return {i: jax.device_put(value, layouts[i]) for i, value in values.items() if value is not None}
 
 
 def _place(graph: Graph, homes: Sequence[int | None], what: str) -> dict[int, _Where]:
@@ -196,6 +219,9 @@ def _place(graph: Graph, homes: Sequence[int | None], what: str) -> dict[int, _W
             place = _Where(None, shared, phase)
         elif len(stages) == 1 and not (shared and owned_bytes <= SMALL_BYTES):
             place = _Where(stages.pop(), False, phase)
+        elif len(large := {w.stage for v, w in owned.items() if _bytes(graph, v) > SMALL_BYTES}) == 1:
+            (home,) = large
+            place = _Where(home, False, max(phase, 1 + max(w.phase for w in owned.values() if w.stage != home)))
         else:
             place = _Where(None, True, max(phase, 1 + max(w.phase for w in owned.values())))
             if owned_bytes > MAX_SHARED_BYTES:

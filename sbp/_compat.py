@@ -76,6 +76,12 @@ def source_line(equation: Any) -> str:
     return "an unknown line" if frame is None else f"{frame.file_name}:{frame.start_line}"
 
 
+def context(equation: Any) -> tuple[Any, ...]:
+    """What an equation was traced under that may change its numbers: how keys are drawn, where and how it runs."""
+    names = ("threefry_partitionable", "compute_type", "xla_metadata", "configs")
+    return tuple(getattr(equation.ctx, name, None) for name in names)
+
+
 def bind(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
     """Runs one equation on other values, under the context that it was traced in."""
     params = equation.primitive.get_bind_params(equation.params)

@@ -226,7 +226,7 @@ def test_flags_and_mistakes_need_no_jax() -> None:
 def results_of(losses: list[float], one_device: list[float]) -> dict[str, Any]:
     apart = report.relative_differences(losses, one_device)
     return {
-        "grid": "2 stages x 2 data x 2 model",
+        "grid": "stage 2 x data 2 x model 2",
         "devices": 8,
         "platform": "cpu",
         "schedule": "1f1b(microbatches=4)",
@@ -304,7 +304,7 @@ def test_the_figures() -> None:
     assert (
         figures(results_of([7.0, 4.0], [7.0, 4.0 * (1 + 1e-7)]))
         == """\
-grid                2 stages x 2 data x 2 model on 8 cpu devices, 1f1b(microbatches=4)
+grid                stage 2 x data 2 x model 2 on 8 cpu devices, 1f1b(microbatches=4)
 model               GPT of 4 blocks, 650,304 parameters
 speed               200 ms a step, 10,000 tokens/s; the first step 9.0 s
 one device          100 ms a step; the first step 3.0 s
@@ -344,9 +344,9 @@ def command(out: Path, *flags: str) -> list[str]:
 @pytest.mark.parametrize(
     ("flags", "grid"),
     [
-        ("--devices 1 --microbatches 2", "1 stages x 1 data x 1 model"),
-        ("--devices 2 --schedule gpipe --batch 16", "2 stages x 1 data x 1 model"),
-        ("", "2 stages x 2 data x 2 model"),
+        ("--devices 1 --microbatches 2", "stage 1 x data 1 x model 1"),
+        ("--devices 2 --schedule gpipe --batch 16", "stage 2 x data 1 x model 1"),
+        ("", "stage 2 x data 2 x model 2"),
     ],
 )
 def test_the_demo_trains_as_one_device_does(flags: str, grid: str, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_the_demo_trains_as_one_device_does(flags: str, grid: str, tmp_path: Pat
     assert len(results["losses"]) == len(results["one_device_losses"]) == 3
     assert results["losses"][-1] < results["losses"][0]
     assert results["max_relative_difference"] < 1e-5
-    staged = not grid.startswith("1 stages")
+    staged = not grid.startswith("stage 1 ")
     assert (tmp_path / "pipeline.svg").exists() == (tmp_path / "pipeline.trace.json").exists() == staged
     for name in results["files"].values():
         if name.endswith(".svg"):

@@ -1,10 +1,10 @@
 """Parameter rules: a path pattern and the sbp of what it matches. The first rule that matches wins."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from oneflax.sbp.errors import Fault, PlanError, describe
+from oneflax.sbp.errors import Fault, PlanError, SbpError, describe
 from oneflax.sbp.extent import check_layout
 from oneflax.sbp.grid import Placement
 from oneflax.sbp.signature import B, NdSbp, as_nd_sbp
@@ -42,11 +42,17 @@ def read_rules(rules: Any, where: str) -> tuple[Rule, ...]:
     Raises:
         PlanError: An entry is no pair of a pattern and an sbp. All faults at once.
     """
+    mend = f'{where}=[(r"q_proj/kernel", {{"model": S(-1)}})]'
+    if rules is None:
+        return ()
+    if isinstance(rules, str) or not isinstance(rules, Iterable):
+        raise PlanError(
+            Fault(f"Plan({where}=)", f"rules are a list of pairs (pattern, sbp), not {rules!r}.", mend=mend)
+        )
     items = list(rules.items()) if isinstance(rules, dict) else list(rules)
     read, faults = [], []
     for i, item in enumerate(items, 1):
         if not isinstance(item, (tuple, list)) or len(item) != 2:
-            mend = f'{where}=[(r"q_proj/kernel", {{"model": S(-1)}})]'
             faults.append(Fault(f"Plan({where}=)", f"rule {i} is not a pair (pattern, sbp) but {item!r}.", mend=mend))
             continue
         try:
@@ -74,7 +80,7 @@ def lay_out(
             array. All faults at once.
     """
     faults: list[Fault] = []
-    usable = [_check_sbp(i, rule, placement, where, faults) for i, rule in enumerate(rules, 1)]
+    usable = [_check_sbp(rule, placement, _call(where, i, rule), faults) for i, rule in enumerate(rules)]
     winners = [next((i for i, rule in enumerate(rules) if rule.pattern.matches(path)), None) for path, _ in leaves]
     faults.extend(_unused(rules, [path for path, _ in leaves], winners, where))
     everywhere = NdSbp((B,) * placement.ndim)
@@ -83,19 +89,25 @@ def lay_out(
         if winner is None:
             layouts.append(LeafLayout(path, aval.shape, aval.dtype, everywhere, DEFAULT_RULE))
         elif (nd_sbp := usable[winner]) is not None:
-            name = f"Plan({where}=) rule {winner + 1} {rules[winner].pattern.text!r}"
-            faults.extend(check_layout(aval.shape, nd_sbp, placement, path, name))
+            call = _call(where, winner, rules[winner])
+            given = (describe(path, aval.dtype, aval.shape, nd_sbp, placement),)
+            found = check_layout(aval.shape, nd_sbp, placement, path)
+            faults.extend(replace(fault, where=call, given=given) for fault in found)
             layouts.append(LeafLayout(path, aval.shape, aval.dtype, nd_sbp, str(rules[winner])))
     if faults:
         raise PlanError(faults, f"Plan({where}=)")
     return layouts
 
 
-def _check_sbp(number: int, rule: Rule, placement: Placement, where: str, faults: list[Fault]) -> NdSbp | None:
+def _call(where: str, index: int, rule: Rule) -> str:
+    return f"Plan({where}=) rule {index + 1} {rule.pattern.text!r}"
+
+
+def _check_sbp(rule: Rule, placement: Placement, call: str, faults: list[Fault]) -> NdSbp | None:
     try:
-        return as_nd_sbp(rule.sbp, placement, f"Plan({where}=) rule {number} {rule.pattern.text!r}")
-    except ValueError as error:
-        faults.extend(getattr(error, "faults", (Fault(f"Plan({where}=)", str(error)),)))
+        return as_nd_sbp(rule.sbp, placement, call)
+    except SbpError as error:
+        faults.extend(error.faults)
         return None
 
 
@@ -104,19 +116,19 @@ def _unused(rules: Sequence[Rule], paths: Sequence[str], winners: Sequence[int |
     for i, rule in enumerate(rules):
         if i in winners:
             continue
-        call = f"Plan({where}=) rule {i + 1} {rule.pattern.text!r}"
-        hits = [winner for path, winner in zip(paths, winners) if rule.pattern.matches(path)]
+        call = _call(where, i, rule)
+        hits = [(path, winner) for path, winner in zip(paths, winners) if rule.pattern.matches(path)]
         if not hits:
-            near = nearest(rule.pattern.text, paths)
-            given = (f"paths like it: {', '.join(near)}",) if near else ()
-            faults.append(
-                Fault(call, f"matches none of {len(paths)} paths.", given, "mend the pattern, or drop the rule")
-            )
+            near = nearest(rule.pattern.text, paths) or list(dict.fromkeys(paths))[:3]
+            what = f"matches none of the {len(paths)} paths."
+            faults.append(Fault(call, what, (f"paths: {', '.join(near)}",), "mend the pattern, or drop the rule"))
         else:
-            earlier = sorted({w + 1 for w in hits if w is not None})
-            names = ", ".join(f"{n} {rules[n - 1].pattern.text!r}" for n in earlier)
-            what = f"is shadowed: all {len(hits)} paths that it matches go to earlier rules ({names})."
-            faults.append(Fault(call, what, mend=f"move it before rule {earlier[0]}, or drop it"))
+            earlier = sorted({winner for _, winner in hits if winner is not None})
+            names = ", ".join(f"{n + 1} {rules[n].pattern.text!r}" for n in earlier)
+            count = "the one path" if len(hits) == 1 else f"all {len(hits)} paths"
+            what = f"is shadowed: earlier rules take {count} that it matches."
+            given = (f"earlier rules: {names}", f"first path: {hits[0][0]}")
+            faults.append(Fault(call, what, given, f"move it before rule {earlier[0] + 1}, or drop it"))
     return faults
 
 
@@ -124,8 +136,3 @@ def _sbp_text(sbp: Any) -> str:
     if isinstance(sbp, dict):
         return "{" + ", ".join(f"{axis}: {item}" for axis, item in sbp.items()) + "}"
     return str(sbp)
-
-
-def leaf_text(path: str, aval: Any) -> str:
-    """One array, worded for a message."""
-    return describe(path, aval.dtype, aval.shape)
