@@ -95,12 +95,9 @@ class StagedFunction:
         self._constants = _constant_results(self._graph, out_shardings)
         self._homes = dict(zip(self._graph.inputs, homes))
         self.phases = 1 + max((part.phase for part in self._parts), default=0)
-        layouts: dict[tuple[Atom, int], NamedSharding | None] = {
-            (atom, t): s for (atom, t), s in zip(self._outputs, out_shardings) if isinstance(atom, int)
-        }
         donated = {value for value, yes in zip(self._graph.inputs, donate) if yes}
         self._copied = self._results_to_copy(donated)
-        self._compile(layouts, dict(zip(self._graph.inputs, shardings)), donated)
+        self._compile(out_shardings, dict(zip(self._graph.inputs, shardings)), donated)
         self.shared_bytes = sum(_bytes(self._graph, v) for part in self._parts for v in self._foreign(part))
 
     def _results_to_copy(self, donated: set[int]) -> set[int]:
@@ -128,10 +125,11 @@ class StagedFunction:
 
     def _compile(
         self,
-        layouts: Mapping[tuple[Atom, int], NamedSharding | None],
+        out_layouts: Sequence[NamedSharding | None],
         in_layouts: Mapping[int, NamedSharding],
         donated: set[int],
     ) -> None:
+        layouts = {(atom, t): s for (atom, t), s in zip(self._outputs, out_layouts) if isinstance(atom, int)}
         kept = {atom for atom, _ in self._outputs if isinstance(atom, int)}
         readers: dict[int, list[_Part]] = {}
         for part in self._parts:

@@ -1,6 +1,7 @@
-"""A plain loss as a running pipeline, with nothing of a plan: parameters in, gradients out. For tests."""
+"""A plain loss cut into stages and as a running pipeline, with nothing of a plan. For tests."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +11,77 @@ import jax.numpy as jnp
 import numpy as np
 
 from oneflax.pipeline.executor import Executor, StepInputs
-from oneflax.pipeline.graph import trace
-from oneflax.pipeline.stages import Roles, StageGraph, cut
+from oneflax.pipeline.graph import evaluate, trace
+from oneflax.pipeline.stages import Cut, Roles, StageGraph, cut
 from oneflax.pipeline.table import ScheduleTable
 from oneflax.sbp import B, named_sharding, placement
+
+WIDTH = 4
+
+
+def by_scope(path: str) -> int | None:
+    """Stage s for what runs under a scope ``s<number>``, and nothing else."""
+    found = re.search(r"(?:^|/)s(\d)(?:/|$)", path)
+    return int(found[1]) if found else None
+
+
+def cut_loss(
+    loss: Callable[..., Any], stages: int, params: Any, batch: Any, state: Sequence[Any] = (), paths: bool = False
+) -> Cut:
+    """Cuts ``loss(params, batch)``, or ``loss(params, batch, state) -> (loss, *new_state, *aux)``."""
+    arguments = (params, batch, list(state)) if state else (params, batch)
+    graph, _ = trace(loss, *arguments)
+    counts = [len(jax.tree.leaves(tree)) for tree in (params, batch)]
+    ends = np.cumsum([0, *counts, len(state)])
+    p, b, s = (tuple(graph.inputs[start:end]) for start, end in itertools.pairwise(ends))
+    return cut(graph, Roles(p, s, (*b, *graph.constants)), stages, by_scope if paths else lambda path: None)
+
+
+def run_in_order(
+    made: Cut, params: Any, batch: Any, state: Sequence[Any] = ()
+) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The cut as its definition says: stage after stage, each on what it declares and no more."""
+    known = dict(zip(made.graph.inputs, (*jax.tree.leaves((params, batch)), *state)))
+    known.update(made.graph.constants)
+    results: dict[int, Any] = {}
+    replaced: dict[int, Any] = {}
+    for part in made.stages:
+        env = {value: known[value] for value in (*part.params, *part.state, *part.data, *part.edges_in)}
+        read_only = set(env)
+        evaluate(part.ops, env)
+        assert not read_only.intersection(v for op in part.ops for v in op.outputs)
+        known.update((value, env[value]) for value in part.edges_out)
+        look = {old: env[new] if isinstance(new, int) else new.value for old, new in part.new_state.items()}
+        for old, new in look.items():
+            np.testing.assert_array_equal(new, replaced.setdefault(old, new))
+        results.update((i, env[x] if isinstance(x, int) else x.value) for i, x in part.results.items())
+    return results, replaced
+
+
+def assert_same_loss(made: Cut, loss: Callable[..., Any], params: Any, batch: Any) -> None:
+    """Loss and gradient of the stages against one plain function. Op by op the bits would be the same; jit may not."""
+    want, want_grad = jax.value_and_grad(lambda p: jax.tree.leaves(loss(p, batch))[0])(params)
+    got, got_grad = jax.value_and_grad(lambda p: run_in_order(made, p, batch)[0][0])(params)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want_grad))
+    for a, b in zip(jax.tree.leaves(got_grad), jax.tree.leaves(want_grad)):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest)
+
+
+def values(count: int, seed: int = 0) -> list[Any]:
+    draw = np.random.default_rng(seed)
+    return [jnp.asarray(draw.normal(size=(WIDTH, WIDTH)), jnp.float32) for _ in range(count)]
+
+
+BATCH = {"x": values(1, 1)[0], "y": values(1, 2)[0]}
+
+
+def names(part: StageGraph) -> list[str]:
+    return [op.equation.primitive.name for op in part.ops]
+
+
+def edge_pairs(made: Cut) -> list[tuple[int, int]]:
+    return sorted((edge.source, edge.target) for edge in made.edges)
 
 
 @dataclass(slots=True)
@@ -51,7 +119,15 @@ class Pipeline:
             v: [named_sharding(graph.avals[v].shape, (B,), at) for at in self.placements] for v in (*p, *s, *b)
         }
         self.everywhere = [named_sharding((), (B,), at) for at in self.placements]
+        self._places = places
         self.executor = Executor(self.cut, table, places, self.layouts)
+
+    def use(self, table: ScheduleTable) -> None:
+        """Goes on with another table for the same workers; what is compiled stays."""
+        kinds, runners = self.executor.kinds, self.executor.runners
+        assert table.worker_of_stage == self.executor.table.worker_of_stage
+        self.executor = Executor(self.cut, table, self._places, self.layouts)
+        self.executor.kinds, self.executor.runners = kinds, runners
 
     def inputs(
         self, params: Sequence[Any], batches: Sequence[Any], state: Sequence[Any] = (), before: Any = None

@@ -44,29 +44,30 @@ def reference(
 ) -> tuple[list[dict[str, Any]], Any, Any]:
     """Trains on `batches`; ``loss(params, rest, batch, key)`` gives the loss and the new rest."""
 
+    gradient_of = jax.jit(jax.value_and_grad(loss, has_aux=True))
+
     @jax.jit
-    def step(params: Any, rest: Any, opt: Any, batch: Any, base: Any) -> Any:
+    def update(gradient: Any, opt: Any, params: Any) -> tuple[Any, Any, Any]:
+        updates, opt = optimizer.update(gradient, opt, params)
+        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(gradient)))
+        return optax.apply_updates(params, updates), opt, norm
+
+    params, rest = split
+    opt, metrics = optimizer.init(params), []
+    for number, batch in enumerate(batches):
         total, losses = jax.tree.map(jnp.zeros_like, params), []
         for i in range(microbatches):
-            part = jax.tree.map(lambda x, i=i: jnp.split(x, microbatches)[i], batch)
-            own = None if base is None else jax.random.fold_in(base, i)
-            (value, rest), gradient = jax.value_and_grad(loss, has_aux=True)(params, rest, part, own)
+            part = jax.tree.map(lambda x, i=i: np.split(x, microbatches)[i], batch)
+            own = None if key is None else jax.random.fold_in(jax.random.fold_in(key, number), i)
+            (value, rest), gradient = gradient_of(params, rest, part, own)
             total = jax.tree.map(jnp.add, total, gradient)
             losses.append(value)
         parts = jnp.stack(losses)
         if mean:
             total = jax.tree.map(lambda x: x / microbatches, total)
-        norm = jnp.sqrt(sum(jnp.sum(x * x) for x in jax.tree.leaves(total)))
-        updates, opt = optimizer.update(total, opt, params)
-        metrics = {"loss": parts.mean() if mean else parts.sum(), "grad_norm": norm, "microbatch_losses": parts}
-        return optax.apply_updates(params, updates), rest, opt, metrics
-
-    params, rest = split
-    opt, metrics = optimizer.init(params), []
-    for number, batch in enumerate(batches):
-        base = None if key is None else jax.random.fold_in(key, number)
-        params, rest, opt, measured = step(params, rest, opt, batch, base)
-        metrics.append(measured)
+        params, opt, norm = update(total, opt, params)
+        value = parts.mean() if mean else parts.sum()
+        metrics.append({"loss": value, "grad_norm": norm, "microbatch_losses": parts})
     return metrics, params, rest
 
 
@@ -126,9 +127,9 @@ class Block(nnx.Module):
 
 
 class Net(nnx.Module):
-    def __init__(self, blocks: int, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs: nnx.Rngs) -> None:
         self.token = nnx.Embed(VOCAB, WIDTH, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs) for _ in range(blocks)])
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
         self.head = nnx.Linear(WIDTH, VOCAB, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -146,8 +147,8 @@ RULES = [
 TOKENS = [np.random.default_rng(i).integers(0, VOCAB, (ROWS, TIME + 1)).astype(np.int32) for i in range(3)]
 
 
-def make_net(key: Any, blocks: int = 2) -> Net:
-    return Net(blocks, nnx.Rngs(key))
+def make_net(key: Any) -> Net:
+    return Net(nnx.Rngs(key))
 
 
 def next_token(model: Any, tokens: Any) -> jax.Array:
@@ -166,8 +167,8 @@ def split_net(model: nnx.Module) -> tuple[tuple[Any, Any], Callable[..., tuple[A
 
 
 @functools.cache
-def net_reference(microbatches: int, optimizer: str, blocks: int = 2) -> tuple[list[dict[str, Any]], Any, Any]:
-    split, loss = split_net(make_net(KEY, blocks))
+def net_reference(microbatches: int, optimizer: str) -> tuple[list[dict[str, Any]], Any, Any]:
+    split, loss = split_net(make_net(KEY))
     return reference(split, loss, OPTIMIZERS[optimizer], TOKENS, microbatches)
 
 
@@ -184,16 +185,14 @@ NETS = [
     pytest.param("two stages", 4, "1f1b", "clipped", marks=pytest.mark.newest),
     ("two stages", 4, "gpipe", "clipped"),
     pytest.param("two stages", 1, "gpipe", "adamw", marks=pytest.mark.slow),
-    pytest.param("four stages", 2, "1f1b", "adamw", marks=pytest.mark.slow),
 ]
 
 
 @pytest.mark.parametrize(("grid", "microbatches", "schedule", "optimizer"), NETS)
 def test_nnx_model(grid: str, microbatches: int, schedule: str | None, optimizer: str) -> None:
-    blocks = 4 if grid == "four stages" else 2
-    want, params, rest = net_reference(microbatches, optimizer, blocks)
+    want, params, rest = net_reference(microbatches, optimizer)
     step = net_plan(grid, microbatches, schedule).train_step(next_token, OPTIMIZERS[optimizer])
-    metrics, state = train(step, step.place(make_net(KEY, blocks)), TOKENS)
+    metrics, state = train(step, step.place(make_net(KEY)), TOKENS)
     assert_close(metrics, want, 5e-6)
     # A dozen operations deep in each block, three steps long: rounding grows with the depth.
     assert_close(state.params, params, 2e-5)
@@ -202,18 +201,22 @@ def test_nnx_model(grid: str, microbatches: int, schedule: str | None, optimizer
     assert state.step == len(TOKENS)
 
 
-def test_init_gives_the_same_bits_on_every_grid() -> None:
+@pytest.mark.parametrize("grid", GRIDS)
+def test_init_gives_the_same_values_on_every_grid(grid: str) -> None:
     def make(key: Any) -> Tied:
-        return Tied(nnx.Rngs(key), blocks=4)
+        return Tied(nnx.Rngs(key), blocks=4 if grid == "four stages" else 2)
 
     want = jax.jit(lambda key: nnx.state(make(key)))(KEY)
-    for grid in GRIDS.values():
-        rules = [] if grid is ONE else [("token", {"model": S(0)}), ("kernel", {"model": S(1)})]
-        stages = "blocks/*" if grid in (TWO_STAGES, FOUR_STAGES) else None
-        step = flow.Plan(grid, params=rules, stages=stages).train_step(next_token, ADAMW)
-        state = step.init(make, TOKENS[0], KEY)
-        assert_same_bits(state.params, want)
-        assert not jax.tree.leaves(state.collections)
+    stages = "blocks/*" if "stages" in grid else None
+    state = flow.Plan(GRIDS[grid], stages=stages).train_step(next_token, ADAMW).init(make, TOKENS[0], KEY)
+    assert_same_bits(state.params, want)
+    assert not jax.tree.leaves(state.collections)
+    if grid in ("one", "four stages"):
+        return
+    rules = [("token", {"model": S(0)}), ("kernel", {"model": S(1)})]
+    step = flow.Plan(GRIDS[grid], params=rules, stages=stages).train_step(next_token, ADAMW)
+    # The drawn bits are the same; XLA's code for a part of another shape may round their erf_inv the other way.
+    assert_close(step.init(make, TOKENS[0], KEY).params, want, 2e-7)
 
 
 # ---- pytrees: with marks, and without stages ----
@@ -320,12 +323,14 @@ class Tied(nnx.Module):
 
 
 @pytest.mark.newest
-def test_tied_embeddings() -> None:
-    split, loss = split_net(Tied(nnx.Rngs(KEY)))
+@pytest.mark.parametrize("stages", [2, 4])
+def test_tied_embeddings(stages: int) -> None:
+    split, loss = split_net(Tied(nnx.Rngs(KEY), stages))
     want, params, _ = reference(split, loss, CLIPPED, TOKENS, 2)
-    plan = flow.Plan(TWO_STAGES, {"data": S(0)}, {"token": {"model": S(0)}}, stages="blocks/*", microbatches=2)
+    grid = TWO_STAGES if stages == 2 else FOUR_STAGES
+    plan = flow.Plan(grid, {"data": S(0)}, {"token": {"model": S(0)}}, stages="blocks/*", microbatches=2)
     step = plan.train_step(next_token, CLIPPED)
-    metrics, state = train(step, step.place(Tied(nnx.Rngs(KEY))), TOKENS)
+    metrics, state = train(step, step.place(Tied(nnx.Rngs(KEY), stages)), TOKENS)
     assert_close(metrics, want)
     assert_close(state.params, params)
     assert {row.stage for row in plan.explain().params if row.path == "token/embedding"} == {0}
@@ -370,7 +375,7 @@ def test_value_and_grad_is_a_drop_in(grid: str) -> None:
     value_and_grad = plan.value_and_grad(next_token)
     before = [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(spread, nnx.Param))]
     for tokens in TOKENS:
-        want_loss, want = nnx.value_and_grad(next_token)(plain, jnp.asarray(tokens))
+        want_loss, want = nnx.jit(nnx.value_and_grad(next_token))(plain, jnp.asarray(tokens))
         loss, gradients = value_and_grad(spread, tokens)
         assert type(gradients) is type(want)
         assert jax.tree.structure(gradients) == jax.tree.structure(want)
@@ -384,7 +389,7 @@ def test_value_and_grad_under_nnx_optimizer() -> None:
         model = Tied(nnx.Rngs(KEY))
         optimizer = nnx.Optimizer(model, ADAMW, wrt=nnx.Param)
         for tokens in TOKENS:
-            _, gradients = value_and_grad(model, jnp.asarray(tokens))
+            _, gradients = value_and_grad(model, tokens)
             optimizer.update(model, gradients)
         return nnx.state(model, nnx.Param)
 
@@ -534,7 +539,7 @@ def test_the_model_comes_back(grid: str, schedule: str | None) -> None:
     assert isinstance(model, Net)
     _, got_params, got_rest = nnx.split(model, nnx.Param, ...)
     assert_close((got_params, got_rest), (params, rest), 1e-5)
-    assert np.isfinite(float(next_token(model, jnp.asarray(TOKENS[1]))))
+    assert np.isfinite(float(nnx.jit(next_token)(model, jnp.asarray(TOKENS[1]))))
 
 
 @functools.cache

@@ -1,6 +1,6 @@
 """The cutter: every stage runs on exactly the values that it declares, and together they are the loss."""
 
-import itertools
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,77 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from pipelines import BATCH, WIDTH, assert_same_loss, cut_loss, edge_pairs, names, run_in_order, values
 
 from oneflax.pipeline.graph import Literal, evaluate, path_of, trace
 from oneflax.pipeline.markers import stage
-from oneflax.pipeline.stages import Cut, Roles, StageGraph, cut
+from oneflax.pipeline.stages import Cut, StageGraph
 from oneflax.sbp.errors import PlanError
-
-Tree = Any
-WIDTH = 4
-
-
-def by_scope(path: str) -> int | None:
-    """Stage s for what runs under a scope ``s<number>``, and nothing else."""
-    found = re.search(r"(?:^|/)s(\d)(?:/|$)", path)
-    return int(found[1]) if found else None
-
-
-def cut_loss(
-    loss: Callable[..., Any], stages: int, params: Tree, batch: Tree, state: Sequence[Any] = (), paths: bool = False
-) -> Cut:
-    """Cuts ``loss(params, batch)``, or ``loss(params, batch, state) -> (loss, *new_state, *aux)``."""
-    arguments = (params, batch, list(state)) if state else (params, batch)
-    graph, _ = trace(loss, *arguments)
-    counts = [len(jax.tree.leaves(tree)) for tree in (params, batch)]
-    ends = np.cumsum([0, *counts, len(state)])
-    p, b, s = (tuple(graph.inputs[start:end]) for start, end in itertools.pairwise(ends))
-    return cut(graph, Roles(p, s, (*b, *graph.constants)), stages, by_scope if paths else lambda path: None)
-
-
-def run(made: Cut, params: Tree, batch: Tree, state: Sequence[Any] = ()) -> tuple[dict[int, Any], dict[int, Any]]:
-    """The cut as its definition says: stage after stage, each on what it declares and no more."""
-    known = dict(zip(made.graph.inputs, (*jax.tree.leaves((params, batch)), *state)))
-    known.update(made.graph.constants)
-    results: dict[int, Any] = {}
-    replaced: dict[int, Any] = {}
-    for part in made.stages:
-        env = {value: known[value] for value in (*part.params, *part.state, *part.data, *part.edges_in)}
-        read_only = set(env)
-        evaluate(part.ops, env)
-        assert not read_only.intersection(v for op in part.ops for v in op.outputs)
-        known.update((value, env[value]) for value in part.edges_out)
-        look = {old: env[new] if isinstance(new, int) else new.value for old, new in part.new_state.items()}
-        for old, new in look.items():
-            np.testing.assert_array_equal(new, replaced.setdefault(old, new))
-        results.update((i, env[x] if isinstance(x, int) else x.value) for i, x in part.results.items())
-    return results, replaced
-
-
-def assert_same_loss(made: Cut, loss: Callable[..., Any], params: Tree, batch: Tree) -> None:
-    """Loss and gradient of the stages against one plain function. Op by op the bits would be the same; jit may not."""
-    want, want_grad = jax.value_and_grad(lambda p: jax.tree.leaves(loss(p, batch))[0])(params)
-    got, got_grad = jax.value_and_grad(lambda p: run(made, p, batch)[0][0])(params)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(want_grad))
-    for a, b in zip(jax.tree.leaves(got_grad), jax.tree.leaves(want_grad)):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * largest)
-
-
-def values(count: int, seed: int = 0) -> list[Any]:
-    draw = np.random.default_rng(seed)
-    return [jnp.asarray(draw.normal(size=(WIDTH, WIDTH)), jnp.float32) for _ in range(count)]
-
-
-BATCH = {"x": values(1, 1)[0], "y": values(1, 2)[0]}
-
-
-def names(part: StageGraph) -> list[str]:
-    return [op.equation.primitive.name for op in part.ops]
-
-
-def edge_pairs(made: Cut) -> list[tuple[int, int]]:
-    return sorted((edge.source, edge.target) for edge in made.edges)
 
 
 def chain_loss(layers: int, mark: bool) -> Callable[..., Any]:
@@ -117,7 +52,7 @@ def test_the_checker_sees_a_value_that_is_not_declared() -> None:
     last = made.stages[1]
     blind = StageGraph(1, last.ops, last.params, (), last.data, (), (), {}, last.results)
     with pytest.raises(KeyError):
-        run(Cut(made.graph, made.roles, (made.stages[0], blind), made.edges), values(2), BATCH)
+        run_in_order(Cut(made.graph, made.roles, (made.stages[0], blind), made.edges), values(2), BATCH)
 
 
 def test_the_checker_sees_a_wrong_gradient() -> None:
@@ -232,6 +167,50 @@ def test_a_tied_parameter_belongs_to_both_stages_and_an_unused_one_to_none() -> 
     assert [made.stages_reading(value) for value in made.roles.params] == [(0,), (), (1,)]
 
 
+# Random programs.
+
+CHOICES: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "add": lambda a, b, w: a + 0.5 * b,
+    "mul": lambda a, b, w: jnp.sin(a) * b,
+    "where": lambda a, b, w: jnp.where(a > 0, b, 0.1 * a),
+    "integer": lambda a, b, w: 0.5 * a[jnp.argmax(b, axis=0)],
+    "weight": lambda a, b, w: jnp.tanh(a @ w),
+    "remat": lambda a, b, w: jax.checkpoint(lambda a, w: jnp.tanh(a @ w) * b)(a, w),
+    "jit": lambda a, b, w: jax.jit(lambda a, b: jax.nn.relu(a) - b)(a, b),
+    "stop": lambda a, b, w: jax.lax.stop_gradient(a) * b,
+    "cond": lambda a, b, w: jax.lax.cond(jnp.sum(a) > 0, jnp.multiply, jnp.subtract, a, b),
+    "params": lambda a, b, w: a * jnp.exp(-(w**2)),
+    "mask": lambda a, b, w: jnp.where(jnp.arange(WIDTH)[:, None] >= jnp.arange(WIDTH), a, b),
+}
+
+
+def random_loss(seed: int) -> tuple[Callable[..., Any], int]:
+    """A loss of some stages whose operations read whatever was made before, and the number of stages."""
+    stages = random.Random(seed).randint(1, 4)
+
+    def loss(params: Any, batch: Any) -> Any:
+        rng = random.Random(seed)
+        made = [batch["x"], batch["y"]]
+        for index in range(rng.randint(1, 4)):
+            made.append(stage(jnp.tanh(made[-1] @ params[index % len(params)]), index))
+            for _ in range(rng.randint(1, 4)):
+                operation = CHOICES[rng.choice(sorted(CHOICES))]
+                value = operation(rng.choice(made), rng.choice(made), rng.choice(params))
+                made.append(stage(value, index) if rng.random() < 0.3 else value)
+        return jnp.mean((made[-1] - batch["y"]) ** 2) + 0.1 * sum(jnp.mean(jnp.sin(value)) for value in made)
+
+    return loss, stages
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] if i > 2 else []) for i in range(12)])
+def test_random_programs(seed: int) -> None:
+    loss, stages = random_loss(seed)
+    params = [0.5 * w for w in values(3, seed)]
+    made = cut_loss(loss, stages, params, BATCH)
+    assert all(edge.source < edge.target for edge in made.edges)
+    assert_same_loss(made, loss, params, BATCH)
+
+
 # Where operations go that have no place of their own.
 
 
@@ -250,7 +229,7 @@ def test_casts_of_parameters_and_masks_are_copied_to_every_user() -> None:
     assert [names(part).count("iota") for part in made.stages] == [2, 2, 2]
     assert [len(part.params) for part in made.stages] == [1, 1, 1]
     assert [names(part).count("gt") for part in made.stages] == [0, 1, 0]
-    got, want = run(made, values(2), BATCH)[0][0], loss(values(2), BATCH)
+    got, want = run_in_order(made, values(2), BATCH)[0][0], loss(values(2), BATCH)
     np.testing.assert_array_equal(got, want)  # the same operations one by one: the same bits
 
 
@@ -298,7 +277,7 @@ def test_dead_operations_are_dropped_and_effects_stay_once() -> None:
     made = cut_loss(loss, 3, values(3), BATCH)
     assert "exp" not in [name for part in made.stages for name in names(part)]
     assert sum("callback" in name for part in made.stages for name in names(part)) == 2
-    run(made, values(3), BATCH)
+    run_in_order(made, values(3), BATCH)
     jax.effects_barrier()
     assert sorted(seen) == sorted([float(BATCH["x"][0, 0]), 7.0])
 
@@ -320,102 +299,10 @@ def test_an_effect_is_not_copied_to_its_users() -> None:
         return jnp.mean((stage(h, 1) @ params[1] * scale - batch["y"]) ** 2)
 
     made = cut_loss(loss, 2, values(2), BATCH)
-    run(made, values(2), BATCH)
+    run_in_order(made, values(2), BATCH)
     jax.effects_barrier()
     assert len(seen) == 1
     assert edge_pairs(made) == [(0, 1), (0, 1)]
-
-
-# Marks and modules inside operations that stay whole.
-
-
-def test_remat_goes_where_its_module_is() -> None:
-    def loss(params: Any, batch: Any) -> Any:
-        h = batch["x"]
-        for i, w in enumerate(params):
-
-            @jax.checkpoint
-            def block(h: Any, w: Any, i: int = i) -> Any:
-                with jax.named_scope(f"s{i}"):
-                    return jnp.tanh(h @ w)
-
-            h = block(h, w)
-        return jnp.mean((h - batch["y"]) ** 2)
-
-    made = cut_loss(loss, 2, values(2), BATCH, paths=True)
-    assert [sum(n in ("remat", "remat2", "checkpoint") for n in names(part)) for part in made.stages] == [1, 1]
-    assert_same_loss(made, loss, values(2), BATCH)
-
-
-@jax.custom_jvp
-def marked_square(h: Any) -> Any:
-    return stage(h, 1) ** 2
-
-
-@marked_square.defjvp
-def _(primals: Any, tangents: Any) -> Any:
-    return marked_square(*primals), 2 * primals[0] * tangents[0]
-
-
-WHOLE = {
-    "remat": lambda h, w: jax.checkpoint(lambda h, w: jnp.tanh(stage(h, 1) @ w))(h, w),
-    "custom_jvp": lambda h, w: marked_square(h) @ w,
-    "scan": lambda h, w: jax.lax.scan(lambda c, _: (jnp.tanh(stage(c, 1) @ w), None), h, None, length=2)[0],
-    "cond": lambda h, w: jax.lax.cond(w[0, 0] > 9, lambda h: h, lambda h: stage(h, 1) @ w, h),
-    "jit in remat": lambda h, w: jax.checkpoint(lambda h, w: jax.jit(lambda h: jnp.tanh(stage(h, 1) @ w))(h))(h, w),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_mark_at_the_entry_of_a_whole_operation_places_it(name: str) -> None:
-    def loss(params: Any, batch: Any) -> Any:
-        h = WHOLE[name](jnp.sin(batch["x"] @ params[0]), params[1])
-        return jnp.mean((h - batch["y"]) ** 2)
-
-    made = cut_loss(loss, 2, values(2), BATCH)
-    assert edge_pairs(made) == [(0, 1)]
-    assert "sin" in names(made.stages[0])
-    assert_same_loss(made, loss, values(2), BATCH)
-
-
-def _with_jvp(body: Callable[..., Any]) -> Callable[..., Any]:
-    function = jax.custom_jvp(body)
-    function.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
-    return function
-
-
-@pytest.mark.parametrize("kind", ["remat", "custom_jvp", "jit in remat"])
-def test_a_mark_in_the_middle_of_a_whole_operation_is_refused(kind: str) -> None:
-    def body(h: Any, w: Any) -> Any:
-        return stage(jnp.tanh(h @ w), 1) ** 2
-
-    whole = {
-        "remat": jax.checkpoint(body),
-        "custom_jvp": _with_jvp(body),
-        "jit in remat": jax.checkpoint(lambda h, w: jax.jit(lambda h: stage(h, 1) ** 2)(jnp.tanh(h @ w))),
-    }[kind]
-    with pytest.raises(PlanError, match=r"holds a mark of stage 1 .*cannot be cut"):
-        cut_loss(lambda p, b: jnp.mean(whole(b["x"] @ p[0], p[1])), 2, values(2), BATCH)
-
-
-@pytest.mark.parametrize("by", ["marks", "paths"])
-@pytest.mark.parametrize("kind", ["remat", "scan"])
-def test_a_remat_or_scan_over_two_stages_is_refused(kind: str, by: str) -> None:
-    def layer(h: Any, w: Any, i: int) -> Any:
-        with jax.named_scope(f"s{i}" if by == "paths" else "block"):
-            return jnp.tanh((stage(h, i) if by == "marks" else h) @ w)
-
-    def both(h: Any, w0: Any, w1: Any) -> Any:
-        return layer(layer(h, w0, 0), w1, 1)
-
-    def loss(params: Any, batch: Any) -> Any:
-        if kind == "remat":
-            return jnp.mean(jax.checkpoint(both)(batch["x"], *params))
-        return jnp.mean(jax.lax.scan(lambda h, _: (both(h, *params), None), batch["x"], None, length=2)[0])
-
-    with pytest.raises(PlanError, match=r"holds modules of stages \[0, 1\]; it cannot be cut|cannot be cut") as caught:
-        cut_loss(loss, 2, values(2), BATCH, paths=by == "paths")
-    assert "put the boundary outside of it" in str(caught.value)
 
 
 # Faults.
@@ -473,35 +360,6 @@ def test_a_loss_that_is_a_constant_is_refused() -> None:
         cut_loss(lambda params, batch: jnp.float32(3), 1, values(1), BATCH)
 
 
-@pytest.mark.parametrize("index", [-1, True, 1.0, "1", None])
-def test_a_mark_is_a_whole_number(index: Any) -> None:
-    with pytest.raises(PlanError) as caught:
-        stage(jnp.zeros(()), index)
-    assert str(caught.value) == (
-        f"flow.stage(x, index): a stage is a whole number ≥ 0, not {index!r}.\n  Mend: flow.stage(x, 1)"
-    )
-
-
-def test_a_mark_outside_of_a_pipeline_gives_its_argument() -> None:
-    x = {"a": jnp.ones(2), "c": (None, 1.5, "text"), "key": jax.random.key(0)}
-    marked = stage(x, 3)
-    assert marked["a"] is x["a"]
-    assert marked["c"] == x["c"]
-    assert marked["key"] is x["key"]
-
-
-def test_a_mark_under_every_transformation() -> None:
-    def f(x: Any) -> Any:
-        return jnp.sum(stage(jnp.sin(x), 1) ** 2)
-
-    x = jnp.arange(3.0)
-    want = 2 * np.sin(np.arange(3.0)) * np.cos(np.arange(3.0))
-    np.testing.assert_allclose(jax.jit(jax.grad(f))(x), want, rtol=1e-6)
-    np.testing.assert_allclose(jax.vmap(jax.grad(f))(jnp.stack([x, x]))[1], want, rtol=1e-6)
-    np.testing.assert_allclose(jax.jvp(f, (x,), (jnp.ones(3),))[1], want.sum(), rtol=1e-6)
-    np.testing.assert_allclose(jax.hessian(f)(x).diagonal(), 2 * np.cos(2 * np.arange(3.0)), atol=1e-6)
-
-
 # State.
 
 
@@ -516,7 +374,7 @@ def test_each_stage_replaces_its_own_state() -> None:
     state = [jnp.float32(1), jnp.float32(2), jnp.float32(3)]
     made = cut_loss(loss, 2, values(2), BATCH, state)
     assert [tuple(part.new_state) for part in made.stages] == [made.roles.state[:1], made.roles.state[1:2]]
-    results, replaced = run(made, values(2), BATCH, state)
+    results, replaced = run_in_order(made, values(2), BATCH, state)
     want = loss(values(2), BATCH, state)
     np.testing.assert_allclose(results[0], want[0], rtol=1e-6)
     assert {made.roles.state.index(old): float(new) for old, new in replaced.items()} == {
@@ -535,7 +393,7 @@ def test_a_counter_follows_the_stage_that_draws_from_it() -> None:
     state = [jnp.int32(4)]
     made = cut_loss(loss, 2, values(2), BATCH, state)
     assert [len(part.new_state) for part in made.stages] == [0, 1]
-    results, replaced = run(made, values(2), BATCH, state)
+    results, replaced = run_in_order(made, values(2), BATCH, state)
     np.testing.assert_allclose(results[0], loss(values(2), BATCH, state)[0], rtol=1e-6)
     assert int(replaced[made.roles.state[0]]) == 5
 
@@ -549,7 +407,7 @@ def test_a_counter_that_two_stages_draw_from_is_kept_by_both() -> None:
     made = cut_loss(loss, 2, values(2), BATCH, [jnp.int32(4)])
     assert [len(part.new_state) for part in made.stages] == [1, 1]
     assert edge_pairs(made) == [(0, 1)]
-    run(made, values(2), BATCH, [jnp.int32(4)])
+    run_in_order(made, values(2), BATCH, [jnp.int32(4)])
 
 
 def test_states_that_replace_each_other_stay_together() -> None:
@@ -559,7 +417,7 @@ def test_states_that_replace_each_other_stay_together() -> None:
 
     made = cut_loss(loss, 2, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
     assert [len(part.new_state) for part in made.stages] == [0, 2]
-    _, replaced = run(made, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
+    _, replaced = run_in_order(made, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
     assert [float(replaced[old]) for old in made.roles.state] == [2.0, 2.0]
 
 
@@ -568,7 +426,7 @@ def test_state_that_nobody_reads_but_the_loss_replaces() -> None:
         return jnp.mean(stage(batch["x"] @ params[0], 1)), jnp.float32(7), state[1] + 1
 
     made = cut_loss(loss, 2, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
-    _, replaced = run(made, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
+    _, replaced = run_in_order(made, values(1), BATCH, [jnp.float32(1), jnp.float32(2)])
     assert [float(replaced[old]) for old in made.roles.state] == [7.0, 3.0]
 
 

@@ -1,6 +1,6 @@
 """A function over the values of several stages gives what one device gives, and keeps large values where they are."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -165,7 +165,10 @@ def by_group() -> optax.GradientTransformation:
 
 def mixed_groups() -> optax.GradientTransformation:
     """Two groups over all stages, each with its own norm."""
-    kinds = {"matrix": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), "vector": optax.lion(0.01)}
+    kinds: dict[Hashable, optax.GradientTransformation] = {
+        "matrix": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        "vector": optax.lion(0.01),
+    }
     return optax.multi_transform(kinds, lambda p: jax.tree.map(lambda x: "matrix" if _is_matrix(x) else "vector", p))
 
 
@@ -294,9 +297,9 @@ def test_donated_arguments_are_gone_and_others_stay() -> None:
 
 
 def test_an_argument_that_another_stage_reads_is_not_given_away() -> None:
-    function, (a, b) = simple(lambda a, b: [a + 1, a[:4] + b], [ones(64), ones(4)], [0, 1], [0, 1], True)
+    function, (a, b) = simple(lambda a, b: [a + 1, a + b], [ones(4), ones(4)], [0, 1], [0, 1], True)
     for _ in range(3):
-        want = [np.asarray(a) + 1, np.asarray(a[:4]) + np.asarray(b)]
+        want = [np.asarray(a) + 1, np.asarray(a) + np.asarray(b)]
         a, b = function(a, b)
         np.testing.assert_array_equal(a, want[0])
         np.testing.assert_array_equal(b, want[1])
