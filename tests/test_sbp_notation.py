@@ -84,9 +84,9 @@ def test_runs_with_names_are_apart() -> None:
     ]
     assert texts("... m k+, ... k+ n -> ... m n", (5, 1, 4, 6), (7, 6, 8)) == [
         "S(0), B -> S(0)",
+        "B, S(0) -> S(1)",
         "S(2), B -> S(2)",
         "S(3), S(1) -> P",
-        "B, S(0) -> S(1)",
         "B, S(2) -> S(3)",
     ]
 

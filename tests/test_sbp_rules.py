@@ -1,4 +1,4 @@
-"""Every row of the rule table is proven: nothing wrong, nothing missing, gradients by the dual rule; faults are seen."""
+"""Every row of the rule table is proven: nothing wrong, nothing missing, gradients by the dual rule."""
 
 import math
 from collections.abc import Callable
@@ -46,13 +46,16 @@ def test_partials_pass_as_the_law_says(name: str) -> None:
             case Law.INCREASING:
                 assert kinds <= {MAX, MIN} or case.params.get("exponent") == 1
             case Law.LINEAR:
-                assert (P in kinds or case.params.get("target") == "int32") and sums in ([], [len(case.shapes)])
+                assert P in kinds or case.params.get("target") == "int32"
+                assert sums in ([], [len(case.shapes)])
             case Law.MULTILINEAR:
-                assert kinds == {P} and set(sums) == {1}
+                assert kinds == {P}
+                assert set(sums) == {1}
             case Law.SELECTION:
-                assert kinds == {P, MAX, MIN} and len(found) == 3
+                assert kinds == {P, MAX, MIN}
+                assert len(found) == 3
             case Law.LATTICE:
-                assert kinds and P not in kinds
+                assert kinds in ({MAX}, {MIN}, {MAX, MIN})
             case Law.NORMALISING:
                 assert kinds <= {P}
 
@@ -76,7 +79,7 @@ PAIR = AxisSignature((S(1), S(0)), (P,))
     [
         ("relu", "... -> ... ; P -> P ; P(max) -> P(max) ; P(min) -> P(min)", AxisSignature((P,), (P,)), None),
         ("sigmoid", "... -> ... ; P(max) -> P(min) ; P(min) -> P(max)", AxisSignature((MAX,), (MIN,)), None),
-        ("log", "... -> ... ; P* -> P*", AxisSignature((MAX,), (MAX,)), AxisSignature((MIN,), (MIN,))),
+        ("log", "... -> ... ; P* -> P*", AxisSignature((MAX,), (MAX,)), None),
         ("add", "..., ... -> ... ; P, B -> P", AxisSignature((P, B), (P,)), AxisSignature((P, P), (P,))),
         ("mul", "..., ... -> ... ; P, P -> P", AxisSignature((P, P), (P,)), AxisSignature((P, B), (P,))),
         ("div", "..., ... -> ... ; P, B -> P ; B, P -> P", AxisSignature((B, P), (P,)), None),
@@ -87,7 +90,7 @@ PAIR = AxisSignature((S(1), S(0)), (P,))
         ("softmax", "a b -> a b", AxisSignature((S(1),), (S(1),)), None),
         ("softmax", "a _ -> a _", None, AxisSignature((S(1),), (S(1),), "collective")),
         ("transpose", "a b -> a b", AxisSignature((S(0),), (S(0),)), AxisSignature((S(0),), (S(1),))),
-        ("concat", "a b, a b -> a b", AxisSignature((S(1), S(1)), (S(1),)), None),
+        ("concat", "a b, a _ -> a b", AxisSignature((S(1), B), (S(1),)), None),
         ("slice", "a b -> a b ; P* -> P*", AxisSignature((S(1),), (S(1),)), None),
         ("embedding", "i..., v+ d -> i... d", AxisSignature((B, S(0)), (P,)), AxisSignature((B, P), (P,))),
     ],
@@ -96,10 +99,9 @@ def test_planted_faults_are_seen(
     name: str, rule: str, wrong: AxisSignature | None, missing: AxisSignature | None
 ) -> None:
     op = OPS[name]
-    first = {name: Op(op.run, op.cases[:1], op.forms, op.shaped, op.resizes)}
-    if rule.startswith(("m k", "m _", "a b,")):  # index sizes of the first case only
-        first = {name: Op(op.run, op.cases[:1], op.forms, op.shaped, resizes=False)}
-    (proof,) = prove(name, planted(rule), first)
+    # The texts are for the first case, and for its sizes.
+    first = Op(op.run, op.cases[:1], op.forms, op.shaped, resizes=False)
+    (proof,) = prove(name, planted(rule), {name: first})
     assert not proof.ok
     assert wrong is None or wrong in proof.wrong
     assert missing is None or (missing.inputs, missing.outputs) in {(s.inputs, s.outputs) for s in proof.missing}
@@ -162,7 +164,7 @@ def test_parts_go_together_again() -> None:
     assert assemble(parts[::-1], S(0)) is None
     assert [part.shape for part in split_parts(x, S(1), 3)] == [(7, 1), (7, 1), (7, 0)]
     assert assemble([x, x + 1], B) is None
-    np.testing.assert_array_equal(assemble([x, x + 1], P), 2 * x + 1)
+    np.testing.assert_array_equal(assemble([x, x + 1], P), x + (x + 1))
     np.testing.assert_array_equal(assemble([x, x + 1], MAX), x + 1)
     assert np.isnan(assemble([x, np.full_like(x, np.nan)], MAX)).all()
 
@@ -172,7 +174,7 @@ def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
 
 
 def losses(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    return -np.log(softmax(x)[tuple(np.indices(labels.shape)) + (labels,)])
+    return -np.log(softmax(x)[(*np.indices(labels.shape), labels)])
 
 
 WIDE = np.random.default_rng(1).normal(size=(4, 3, 5))
@@ -352,59 +354,49 @@ def cut(random: np.random.Generator, value: np.ndarray, sbp: Sbp, ranks: int) ->
 
 
 SMOOTH = [name for name, op in OPS.items() if op.smooth]
+CASE = {"cast": 0, "cross_entropy": 2, "layer_norm": 2}
+"""Which case, where it is not the second."""
 
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_gradients_follow_the_dual_rule(name: str) -> None:
-    op, ranks = OPS[name], 2
-    for case in {id(c): c for c in (op.cases[0], op.cases[-1])}.values():
-        random = np.random.default_rng(3)
-        values = [draw(random, case, i, name in ("log", "sqrt", "rsqrt", "pow")) for i in range(len(case.shapes))]
-        whole = AxisSignature((B,) * len(values), (B,))
-        shape = run_ranks(op, case, whole, [[v] for v in values], case.params.get("shape", ()))[0].shape
-        if case.params.get("target") == "int32":
-            continue
-        cotangent = random.normal(size=shape).astype(np.float32)
-        signatures = [
-            s
-            for s in rule_for(name, case.shapes, **case.params).signatures(case.shapes)
-            if s.dual() is not None and (not s.even or s.splits_evenly(case.shapes, [shape], ranks))
-        ]
-        arguments = [
-            (
-                [cut(random, v, sbp, ranks) for v, sbp in zip(values, s.inputs)],
-                cut(random, cotangent, dual(s.outputs[0]), ranks),
-            )
-            for s in signatures
-        ]
-        runs = [vjp_on_ranks(op, case, s, shape, ranks) for s in signatures]
-        one = vjp_on_ranks(op, case, whole, shape, 1)
+    op, case, ranks = OPS[name], OPS[name].cases[CASE.get(name, 1)], 2
+    random = np.random.default_rng(3)
+    values = [draw(random, case, i, name in ("log", "sqrt", "rsqrt", "pow")) for i in range(len(case.shapes))]
+    whole = AxisSignature((B,) * len(values), (B,))
+    shape = run_ranks(op, case, whole, [[v] for v in values], case.params.get("shape", ()))[0].shape
+    cotangent = random.normal(size=shape).astype(np.float32)
+    found = rule_for(name, case.shapes, **case.params).signatures(case.shapes)
+    fitting = [s for s in found if not s.even or s.splits_evenly(case.shapes, [shape], ranks)]
+    signatures = [s for s in fitting if s.dual() is not None]
+    runs = [vjp_on_ranks(op, case, whole, shape, 1), *(vjp_on_ranks(op, case, s, shape, ranks) for s in signatures)]
+    arguments = [([v[None] for v in values], cotangent[None])]
+    for s in signatures:
+        parts = [cut(random, v, sbp, ranks) for v, sbp in zip(values, s.inputs)]
+        arguments.append((parts, cut(random, cotangent, dual(s.outputs[0]), ranks)))
 
-        def run_all(logical: Any, arguments: Any, one: Any = one, runs: Any = runs) -> Any:
-            return one(*logical), [run(*argument) for run, argument in zip(runs, arguments)]
-
-        logical, found = jax.jit(run_all)(([v[None] for v in values], cotangent[None]), arguments)
-        for signature, (result, gradients) in zip(signatures, found):
-            # float32, sums of up to a thousand products.
-            close = {"rtol": 2e-4, "atol": 2e-4, "err_msg": f"{name} {case} {signature}"}
-            together = assemble(list(np.asarray(result)), signature.outputs[0])
-            np.testing.assert_allclose(together if together is not None else result[0], logical[0][0], **close)
-            for i, gradient in gradients.items():
-                np.testing.assert_allclose(
-                    assemble(list(np.asarray(gradient)), dual(signature.inputs[i])), logical[1][i][0], **close
-                )
+    logical, *results = jax.jit(lambda all: [run(*one) for run, one in zip(runs, all)])(arguments)
+    for s, (result, gradients) in zip(signatures, results):
+        check(result, s.outputs[0], logical[0], f"{name} {s}")
+        for i, gradient in gradients.items():
+            check(gradient, dual(s.inputs[i]), logical[1][i], f"{name} {s}, input {i}")
 
 
-def test_a_cotangent_of_b_for_a_result_of_b_is_seen() -> None:
-    """The planted fault of the dual rule: with B for P the gradients are as many times too large as there are ranks."""
+def check(parts: Any, sbp: Sbp, logical: Any, what: str) -> None:
+    """That stacked parts are those of a value. The bound is for float32 sums of up to a thousand products."""
+    value = assemble(list(np.asarray(parts)), sbp)
+    assert value is not None, what
+    np.testing.assert_allclose(value, logical[0], rtol=2e-4, atol=2e-4, err_msg=what)
+
+
+@pytest.mark.parametrize(("sbp", "times"), [(P, 1), (B, 2)])
+def test_a_cotangent_of_b_is_seen_where_p_is_right(sbp: Sbp, times: int) -> None:
+    """A result of B has a cotangent of P; with B gradients are as many times too large as there are ranks."""
     case = Case(((6, 12), (6,)), {}, ("float", (0, 1)))
-    signature = AxisSignature((S(1), B), (B,), "collective")
     random = np.random.default_rng(4)
     logits, labels = draw(random, case, 0, False), draw(random, case, 1, False)
-    run = vjp_on_ranks(OPS["cross_entropy"], case, signature, (6,), 2)
-    ones = np.ones(6, np.float32)
+    run = vjp_on_ranks(OPS["cross_entropy"], case, AxisSignature((S(1), B), (B,), "collective"), (6,), 2)
     parts = [cut(random, logits, S(1), 2), cut(random, labels, B, 2)]
-    right, wrong = (run(parts, cut(random, ones, sbp, 2))[1][0] for sbp in (P, B))
-    expected = softmax(logits) - np.eye(12)[labels]
-    np.testing.assert_allclose(assemble(list(np.asarray(right)), S(1)), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(assemble(list(np.asarray(wrong)), S(1)), 2 * expected, rtol=1e-4, atol=1e-5)
+    gradient = jax.jit(run)(parts, cut(random, np.ones(6, np.float32), sbp, 2))[1][0]
+    expected = times * (softmax(logits) - np.eye(12)[labels])
+    np.testing.assert_allclose(assemble(list(np.asarray(gradient)), S(1)), expected, rtol=1e-4, atol=1e-5)
