@@ -125,12 +125,8 @@ class OptimizerForm:
         if optimizer is None:
             return cls(jax.tree.structure(()), [], [])
         state = jax.eval_shape(optimizer.init, form.params)
-        numbers = form.param_tree.unflatten(range(form.param_tree.num_leaves))
-        owners = optax.tree_utils.tree_map_params(
-            optimizer, lambda _, i: i, state, numbers, transform_non_params=lambda _: -1
-        )
         leaves, tree = jax.tree.flatten(state)
-        return cls(tree, leaves, [None if owner < 0 else owner for owner in jax.tree.leaves(owners)])
+        return cls(tree, leaves, _owners(state, form.params))
 
     def __str__(self) -> str:
         """The first arrays' paths, for messages."""
@@ -143,6 +139,20 @@ class OptimizerForm:
         if owner is not None and layouts[owner].shape == self.shapes[leaf].shape:
             return layouts[owner].nd_sbp
         return NdSbp((B,) * placement.ndim)
+
+
+def _owners(state: Any, params: Any) -> list[int | None]:
+    """The parameter of each leaf of an optimizer's state: the one whose path ends the leaf's path.
+
+    An optimizer keeps its moments in trees like the parameters'. Paths find them also where transformations that
+    skip some parameters leave holes in those trees, which ``optax.tree_map_params`` does not take.
+    """
+    numbers = {keys: i for i, (keys, _) in enumerate(jax.tree_util.tree_flatten_with_path(params)[0])}
+    owners = []
+    for keys, _ in jax.tree_util.tree_flatten_with_path(state)[0]:
+        tails = (keys[i:] for i in range(len(keys) + 1))
+        owners.append(next((numbers[tail] for tail in tails if tail in numbers), None))
+    return owners
 
 
 def update_rule(problem: Problem, opt: OptimizerForm) -> Callable[..., list[Any]]:
