@@ -57,12 +57,13 @@ class Explanation:
 
     Attributes:
         placement: The grid as text.
-        params, edges, stages: The rows.
+        params, edges, stages: The rows. rules: The plan's rules in order, as the rows name them.
         schedule: The schedule's name, None without stages. bubble: The idle share of its workers at equal stages, a
             backward taking twice a forward. microbatches: How many a step has.
     """
 
     placement: str
+    rules: tuple[str, ...]
     params: tuple[ParamRow, ...]
     edges: tuple[EdgeRow, ...]
     stages: tuple[StageRow, ...]
@@ -83,6 +84,7 @@ class Explanation:
         table = executor.table if executor is not None else None
         return cls(
             placement=str(plan.grid),
+            rules=tuple(map(str, plan.rules)),
             params=params,
             edges=edges,
             stages=_stage_rows(placements, params, problem, program),
@@ -112,20 +114,26 @@ class Explanation:
         schedule = f", {self.schedule}, bubble {self.bubble:.1%} at equal stages" if self.bubble is not None else ""
         plural = "" if self.microbatches == 1 else "es"
         title = f"Plan on {self.placement}: {self.microbatches} microbatch{plural}{schedule}"
-        columns = ("parameter", "shape", "dtype", "sbp", "a device", "stage", "rule")
+        number = {rule: f"rule {i}" for i, rule in reversed(list(enumerate(self.rules, 1)))}
+        columns = ("parameter", "shape", "dtype", "sbp", "a device", "stage", "by")
         rows = [
-            (r.path, str(list(r.shape)), r.dtype, r.sbp, bytes_text(r.device_bytes), str(r.stage), r.rule)
+            (*_array(r.path, r), r.sbp, bytes_text(r.device_bytes), str(r.stage), number.get(r.rule, r.rule))
             for r in self.params
         ]
-        tables: list[Any] = [title, _table(columns, rows, right=(4, 5))]
+        rules = [f"  rule {i}: {rule}" for i, rule in enumerate(self.rules, 1)]
+        tables: list[Any] = [title, *rules, _table(columns, rows, right=(4, 5))]
         rows = [
             (str(r.stage), r.placement, bytes_text(r.param_bytes), bytes_text(r.optimizer_bytes)) for r in self.stages
         ]
         tables.append(_table(("stage", "placement", "parameters a device", "optimizer a device"), rows, right=(2, 3)))
         if self.edges:
-            rows = [(f"{r.source} -> {r.target}", str(list(r.shape)), r.dtype, bytes_text(r.bytes)) for r in self.edges]
+            rows = [(*_array(f"{r.source} -> {r.target}", r), bytes_text(r.bytes)) for r in self.edges]
             tables.append(_table(("edge", "a microbatch", "dtype", "bytes, each way"), rows, right=(3,)))
         return tables
+
+
+def _array(name: str, row: ParamRow | EdgeRow) -> tuple[str, str, str]:
+    return name, str(list(row.shape)), row.dtype
 
 
 def _param_row(layout: Any, stage: int, placement: Placement) -> ParamRow:

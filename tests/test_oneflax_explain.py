@@ -37,12 +37,13 @@ def explain(**settings: Any) -> Explanation:
 TEXT = """\
 Plan on cpu[[[0, 1], [2, 3]], [[4, 5], [6, 7]]] (stage=2, data=2, model=2): 4 microbatches, gpipe, bubble 20.0% at equal
 stages
+  rule 1: '^w' -> {model: S(0)}
 
- parameter   shape    dtype     sbp         a device   stage   rule
- ───────────────────────────────────────────────────────────────────────────────────
+ parameter   shape    dtype     sbp         a device   stage   by
+ ─────────────────────────────────────────────────────────────────────
  scale       []       float32   (B, B)           4 B       1   default
- w0          [8, 4]   float32   (B, S(0))       64 B       0   '^w' -> {model: S(0)}
- w1          [4, 2]   float16   (B, S(0))        8 B       1   '^w' -> {model: S(0)}
+ w0          [8, 4]   float32   (B, S(0))       64 B       0   rule 1
+ w1          [4, 2]   float16   (B, S(0))        8 B       1   rule 1
 
 
  stage   placement                               parameters a device   optimizer a device
@@ -127,7 +128,7 @@ def test_json_reads_back() -> None:
     }
     assert read["edges"] == [{"source": 0, "target": 1, "shape": [4, 4], "dtype": "float32", "bytes": 64}]
     assert read["schedule"] == "1f1b"
-    assert set(read) == {"placement", "params", "edges", "stages", "schedule", "bubble", "microbatches"}
+    assert set(read) == {"placement", "rules", "params", "edges", "stages", "schedule", "bubble", "microbatches"}
 
 
 class Deep(nnx.Module):
