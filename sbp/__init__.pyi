@@ -14,6 +14,10 @@ from .grid import Placement as Placement
 from .grid import placement as placement
 from .layout import named_sharding as named_sharding
 from .layout import partition_spec as partition_spec
+from .notation import AxisSignature as AxisSignature
+from .notation import Rule as Rule
+from .notation import dual as dual
+from .rules import rule_for as rule_for
 from .signature import B as B
 from .signature import Broadcast as Broadcast
 from .signature import NdSbp as NdSbp

@@ -124,7 +124,11 @@ def _steps(
         if size == 1 or not _free_to_change(here, axis, here[axis]):
             continue
         for goal in _goals(here, target, axis, len(shape)):
-            if goal == here[axis] or not _free_to_change(here, axis, goal) or not _divides(here, axis, goal, shape, grid):
+            if (
+                goal == here[axis]
+                or not _free_to_change(here, axis, goal)
+                or not _divides(here, axis, goal, shape, grid)
+            ):
                 continue
             steps.append(_step(axis, here[axis], goal, local_bytes, size, links[axis]))
     return steps
@@ -156,8 +160,8 @@ def _step(axis: int, source: Sbp, target: Sbp, local_bytes: float, ranks: int, l
     match source, target:
         case Partial(), Split():
             collective = "reduce-scatter" if source == Partial() else "all-to-all"
-        case Partial(), _:
-            collective = "all-reduce"
+        case Partial(), _:  # max and min gather: XLA's own reduction drops NaN on CPU
+            collective = "all-reduce" if source == Partial() else "all-gather"
         case Split(), Split():
             collective = "all-to-all"
         case Split(), Partial():

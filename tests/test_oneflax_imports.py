@@ -30,6 +30,7 @@ PURE = {
         "rules",
         "param_rules",
         "prove",
+        "prove_ops",
         "cost",
         "infer",
         "boxing_plan",
