@@ -13,23 +13,26 @@ class StagePaths:
     """Stages by path.
 
     Attributes:
-        stage_of_layer: The stage of each layer, a layer being the part of a path that a pattern covers.
         patterns: What was asked for.
+        stage_of_layer: The stage of each layer, a layer being the part of a path that a pattern covers.
+        root: A first segment that paths may have and patterns do not: linen puts the model's own name there.
     """
 
     patterns: tuple[Pattern, ...]
     stage_of_layer: dict[str, int]
+    root: str = ""
 
     def __call__(self, path: str) -> int | None:
         """The stage of a module or parameter path, None where no pattern says one."""
+        path = path.removeprefix(f"{self.root}/")
         for pattern in self.patterns:
-            layer = _layer(pattern, path)
+            layer = pattern.find(path)
             if layer is not None:
                 return self.stage_of_layer.get(layer)
         return None
 
 
-def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: int) -> StagePaths:
+def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: int, rooted: bool = False) -> StagePaths:
     """Divides layers over stages.
 
     One pattern: its layers, in the order in which the model runs them, in runs of nearly equal length (the first ones
@@ -39,13 +42,15 @@ def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: in
         patterns: One pattern, or one for each stage.
         paths: Module paths in execution order, repeats allowed.
         stages: How many stages the placement has.
+        rooted: Paths may begin with the model's own name, as linen's do.
 
     Raises:
         PlanError: A pattern matches nothing, there are more stages than layers, or several patterns claim one layer
             or are not as many as the stages.
     """
-    unique = list(dict.fromkeys(path for path in paths if path))
-    layers = [list(dict.fromkeys(layer for path in unique if (layer := _layer(p, path)))) for p in patterns]
+    root = _root(paths) if rooted else ""
+    unique = list(dict.fromkeys(path.removeprefix(f"{root}/") for path in paths if path))
+    layers = [list(dict.fromkeys(layer for path in unique if (layer := p.find(path)))) for p in patterns]
     faults = [_no_match(pattern, unique) for pattern, found in zip(patterns, layers) if not found]
     if len(patterns) > 1 and len(patterns) != stages:
         what = f"{len(patterns)} patterns for placement axis 'stage' (size {stages})."
@@ -62,8 +67,8 @@ def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: in
     if faults:
         raise PlanError(faults, "Plan(stages=)")
     if len(patterns) > 1:
-        return StagePaths(tuple(patterns), {layer: i for i, found in enumerate(layers) for layer in found})
-    return StagePaths(tuple(patterns), dict(zip(layers[0], _contiguous(len(layers[0]), stages))))
+        return StagePaths(tuple(patterns), {layer: i for i, found in enumerate(layers) for layer in found}, root)
+    return StagePaths(tuple(patterns), dict(zip(layers[0], _contiguous(len(layers[0]), stages))), root)
 
 
 def check_patterns(patterns: Sequence[Pattern], paths: Sequence[str]) -> None:
@@ -73,7 +78,7 @@ def check_patterns(patterns: Sequence[Pattern], paths: Sequence[str]) -> None:
         PlanError: A pattern matches none of the parameter paths.
     """
     modules = list(dict.fromkeys(path.rsplit("/", 1)[0] for path in paths))
-    faults = [_no_match(p, modules) for p in patterns if not any(_layer(p, path) is not None for path in modules)]
+    faults = [_no_match(p, modules) for p in patterns if not any(p.matches(path) for path in modules)]
     if faults:
         raise PlanError(faults, "Plan(stages=)")
 
@@ -83,12 +88,10 @@ def _contiguous(layers: int, stages: int) -> list[int]:
     return [stage for stage in range(stages) for _ in range(each + (stage < longer))]
 
 
-def _layer(pattern: Pattern, path: str) -> str | None:
-    """The layer of `path`; linen puts the model's own name in front of its layers' paths, which a glob need not say."""
-    found = pattern.find(path)
-    if found is None and pattern.is_glob and "/" in path:
-        found = pattern.find(path.split("/", 1)[1])
-    return found
+def _root(paths: Sequence[str]) -> str:
+    """The first segment that all paths share, if they do."""
+    first = {path.split("/", 1)[0] for path in paths if path}
+    return first.pop() if len(first) == 1 else ""
 
 
 def _no_match(pattern: Pattern, paths: Sequence[str]) -> Fault:
@@ -109,7 +112,7 @@ def _suggest(paths: Sequence[str]) -> str:
 def _claimed_twice(patterns: Sequence[Pattern], paths: Sequence[str]) -> list[Fault]:
     faults, seen = [], set()
     for path in paths:
-        claims = tuple(i for i, pattern in enumerate(patterns) if _layer(pattern, path) is not None)
+        claims = tuple(i for i, pattern in enumerate(patterns) if pattern.matches(path))
         if len(claims) > 1 and claims not in seen:
             seen.add(claims)
             names = " and ".join(f"{i} {patterns[i].text!r}" for i in claims)

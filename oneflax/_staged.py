@@ -58,8 +58,10 @@ class _Staged:
         graph = _trace_loss(problem)
         self._params, self._state = graph.inputs[:params], graph.inputs[params : params + state]
         self._rest = graph.inputs[params + state :]
-        roles = Roles(tuple(self._params), tuple(self._state), (*self._rest, *graph.constants))
-        paths = _stage_paths(graph, patterns, len(placements))
+        roles = Roles(
+            tuple(self._params), tuple(self._state), (*self._rest, *graph.constants), tuple(problem.form.state_paths)
+        )
+        paths = _stage_paths(graph, patterns, len(placements), rooted=not problem.form.is_module)
         self._cut = cut(graph, roles, len(placements), paths or (lambda path: None))
         self._homes = [self._home(value, path, paths) for value, path in zip(self._params, problem.form.param_paths)]
         self._state_homes = [min(self._cut.stages_reading(value), default=0) for value in self._state]
@@ -232,11 +234,11 @@ def _trace_loss(problem: Problem) -> Graph:
     return trace(pure, *shapes)[0]
 
 
-def _stage_paths(graph: Graph, patterns: Sequence[Pattern], stages: int) -> StagePaths | None:
+def _stage_paths(graph: Graph, patterns: Sequence[Pattern], stages: int, rooted: bool) -> StagePaths | None:
     if not patterns:
         return None
     paths = [path for op in graph.ops for path in (op.path, *inner_paths(op.equation, (op.path,)))]
-    return stages_by_path(patterns, paths, stages)
+    return stages_by_path(patterns, paths, stages, rooted)
 
 
 def _finish_mean(losses: list[Any]) -> tuple[Any, Any]:

@@ -34,11 +34,13 @@ class Roles:
         state: Arguments that every microbatch reads and replaces (batch statistics, rng counters); results
             ``1 .. len(state)`` of the loss are their new values.
         data: The rest: batch leaves, key, microbatch number, closed-over arrays.
+        state_names: What messages call the state, in its order.
     """
 
     params: tuple[int, ...]
     state: tuple[int, ...]
     data: tuple[int, ...]
+    state_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,9 +343,8 @@ def _shared_state(graph: Graph, roles: Roles, built: Cut) -> Iterable[Fault]:
         writers = {s.index for s in built.stages if value in s.new_state}
         readers = {s.index for s in built.stages if value in s.state}
         if writers and not readers <= writers:
-            what = (
-                f"model state number {position} is replaced by stage {sorted(writers)} and read by {sorted(readers)}."
-            )
+            name = roles.state_names[position] if roles.state_names else f"number {position}"
+            what = f"model state {name} is replaced by stage {sorted(writers)} and read by {sorted(readers)}."
             mend = "give each module a state (rng stream, statistics) of its own"
             yield Fault("stages", what, (str(graph.avals[value]),), mend)
 

@@ -4,6 +4,8 @@ The rule: every other file takes such a name from here, never from jax. Supporte
 import under another version stops with the reason.
 """
 
+import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,9 +73,14 @@ def scopes(equation: Any) -> tuple[str, ...]:
 
 
 def source_line(equation: Any) -> str:
-    """Where the user's code made this equation: ``file:line``."""
-    frame = source_info_util.user_frame(equation.source_info.traceback)
-    return "an unknown line" if frame is None else f"{frame.file_name}:{frame.start_line}"
+    """Where the user's code made this equation: ``file:line``. Frames of oneflax and flax count as nobody's code."""
+    frames = list(source_info_util.user_frames(equation.source_info.traceback))
+    if not frames:
+        return "an unknown line"
+    flax = getattr(sys.modules.get("flax"), "__file__", None)
+    libraries = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), flax) if file)
+    frame = next((frame for frame in frames if not frame.file_name.startswith(libraries)), frames[0])
+    return f"{frame.file_name}:{frame.start_line}"
 
 
 def context(equation: Any) -> tuple[Any, ...]:
