@@ -7,8 +7,8 @@ from .sbp.signature import S as S
 
 __version__: str
 from ._plan import Plan as Plan
-from ._plan import TrainStep as TrainStep
 from ._state import TrainState as TrainState
+from ._train_step import TrainStep as TrainStep
 from .pipeline.markers import stage as stage
 from .sbp.errors import FlowError as FlowError
 from .sbp.errors import PlanError as PlanError

@@ -93,19 +93,19 @@ class BatchLayout:
         parts = f"{self.ways} part{'s' if self.ways > 1 else ''} over {' and '.join(over)}"
         return f"{microbatches} of {parts}" if self.microbatches > 1 else parts
 
-    def microbatch(self, array: np.ndarray, index: int) -> np.ndarray:
-        """Microbatch `index`: a view of consecutive examples."""
+    def microbatch(self, array: Any, index: int) -> Any:
+        """Microbatch `index`: consecutive examples, of a numpy array a view. A jax array is cut where it lies."""
         size = array.shape[self.axis] // self.microbatches
         window = [slice(None)] * array.ndim
         window[self.axis % array.ndim] = slice(index * size, (index + 1) * size)
         return array[tuple(window)]
 
-    def stacked(self, array: Any) -> np.ndarray:
-        """All microbatches stacked on a new first axis, on the host; a view where the examples come first."""
-        array = np.asarray(array)
+    def stacked(self, array: Any) -> Any:
+        """All microbatches stacked on a new first axis; of a numpy array a view, where the examples come first."""
         if self.axis % array.ndim == 0:
             return array.reshape(self.microbatches, -1, *array.shape[1:])
-        return np.stack([self.microbatch(array, i) for i in range(self.microbatches)])
+        numpy = jax.numpy if isinstance(array, jax.Array) else np
+        return numpy.stack([self.microbatch(array, i) for i in range(self.microbatches)])
 
     @property
     def stacked_sbp(self) -> NdSbp:

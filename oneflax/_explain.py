@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from oneflax.pipeline.stage_functions import accumulation_dtype, is_float
 from oneflax.pipeline.trace import bytes_text
 from oneflax.sbp.extent import part_shape
 from oneflax.sbp.grid import Placement
@@ -32,22 +33,46 @@ class ParamRow:
 
 @dataclass(frozen=True, slots=True)
 class EdgeRow:
-    """What moves from one stage to another for each microbatch, and back as its gradient."""
+    """A value that moves from one stage to another for each microbatch, whole: all devices of a stage together.
+
+    Attributes:
+        there_bytes: Its bytes. back_bytes: Those of its gradient; 0 where it is an integer, a flag or a key.
+    """
 
     source: int
     target: int
     shape: tuple[int, ...]
     dtype: str
-    bytes: int
+    there_bytes: int
+    back_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiedRow:
+    """A parameter that lives on stage `home` and is used on `stage` as well.
+
+    Attributes:
+        device_bytes: What each device of `stage` holds of the copy during a step.
+        there_bytes: What is copied to `stage` at the beginning of each step, whole. back_bytes: Its gradient, summed
+            over microbatches, which comes back at the end.
+    """
+
+    path: str
+    home: int
+    stage: int
+    device_bytes: int
+    there_bytes: int
+    back_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What one device of a stage holds, in bytes."""
+    """What one device of a stage holds, in bytes; `tied_bytes`: copies of parameters that live on another stage."""
 
     stage: int
     placement: str
     param_bytes: int
+    tied_bytes: int
     optimizer_bytes: int
 
 
@@ -57,7 +82,7 @@ class Explanation:
 
     Attributes:
         placement: The grid as text.
-        params, edges, stages: The rows. rules: The plan's rules in order, as the rows name them.
+        params, edges, tied, stages: The rows. rules: The plan's rules in order, as the rows name them.
         schedule: The schedule's name, None without stages. bubble: The idle share of its workers at equal stages, a
             backward taking twice a forward. microbatches: How many a step has.
     """
@@ -66,6 +91,7 @@ class Explanation:
     rules: tuple[str, ...]
     params: tuple[ParamRow, ...]
     edges: tuple[EdgeRow, ...]
+    tied: tuple[TiedRow, ...]
     stages: tuple[StageRow, ...]
     schedule: str | None
     bubble: float | None
@@ -76,18 +102,16 @@ class Explanation:
         """Reads it off a compiled problem."""
         placements = plan._placements
         params = tuple(_param_row(*item, placements[0]) for item in zip(problem.layouts, program.stages))
-        edges = tuple(
-            EdgeRow(source, target, aval.shape, str(aval.dtype), _bytes(aval.shape, aval.dtype))
-            for source, target, aval in program.edges
-        )
+        tied = _tied_rows(problem, program, params)
         executor = program.executor
         table = executor.table if executor is not None else None
         return cls(
             placement=str(plan.grid),
             rules=tuple(map(str, plan.rules)),
             params=params,
-            edges=edges,
-            stages=_stage_rows(placements, params, problem, program),
+            edges=tuple(_edge_row(*edge) for edge in program.edges),
+            tied=tied,
+            stages=_stage_rows(placements, params, tied, problem, program),
             schedule=table.name if table is not None else None,
             bubble=executor.table.simulate(edges=executor.cut.stage_edges).bubble if executor is not None else None,
             microbatches=problem.microbatches,
@@ -122,28 +146,78 @@ class Explanation:
         ]
         rules = [f"  rule {i}: {rule}" for i, rule in enumerate(self.rules, 1)]
         tables: list[Any] = [title, *rules, _table(columns, rows, right=(4, 5))]
-        rows = [
-            (str(r.stage), r.placement, bytes_text(r.param_bytes), bytes_text(r.optimizer_bytes)) for r in self.stages
-        ]
-        tables.append(_table(("stage", "placement", "parameters a device", "optimizer a device"), rows, right=(2, 3)))
+        tables.append(self._stage_table())
+        if self.tied:
+            columns = ("tied parameter", "copied", "copy a device", "whole, there a step", "back a step")
+            rows = [
+                (r.path, f"{r.home} -> {r.stage}", *_sizes(r.device_bytes, r.there_bytes, r.back_bytes))
+                for r in self.tied
+            ]
+            tables.append(_table(columns, rows, right=(2, 3, 4)))
         if self.edges:
-            rows = [(*_array(f"{r.source} -> {r.target}", r), bytes_text(r.bytes)) for r in self.edges]
-            tables.append(_table(("edge", "a microbatch", "dtype", "bytes, each way"), rows, right=(3,)))
+            rows = [(*_array(f"{r.source} -> {r.target}", r), *_sizes(r.there_bytes, r.back_bytes)) for r in self.edges]
+            tables.append(_table(("edge", "whole microbatch", "dtype", "there", "back"), rows, right=(3, 4)))
         return tables
+
+    def _stage_table(self) -> Any:
+        tied = ("tied copies a device",) if self.tied else ()
+        rows = [
+            (
+                str(r.stage),
+                r.placement,
+                *_sizes(r.param_bytes, *((r.tied_bytes,) if self.tied else ()), r.optimizer_bytes),
+            )
+            for r in self.stages
+        ]
+        columns = ("stage", "placement", "parameters a device", *tied, "optimizer a device")
+        return _table(columns, rows, right=range(2, len(columns)))
 
 
 def _array(name: str, row: ParamRow | EdgeRow) -> tuple[str, str, str]:
     return name, str(list(row.shape)), row.dtype
 
 
+def _sizes(*sizes: int) -> tuple[str, ...]:
+    return tuple(map(bytes_text, sizes))
+
+
+def _edge_row(source: int, target: int, aval: Any) -> EdgeRow:
+    size = _bytes(aval.shape, aval.dtype)
+    return EdgeRow(source, target, aval.shape, str(aval.dtype), size, size if is_float(aval) else 0)
+
+
+def _tied_rows(problem: Problem, program: Program, params: Sequence[ParamRow]) -> tuple[TiedRow, ...]:
+    """A row for each parameter and stage, other than its home, that reads it."""
+    if program.executor is None:
+        return ()
+    cut = program.executor.cut
+    return tuple(
+        TiedRow(
+            layout.path,
+            home,
+            stage.index,
+            row.device_bytes,
+            _bytes(layout.shape, layout.dtype),
+            _bytes(layout.shape, accumulation_dtype(layout.dtype)),
+        )
+        for value, layout, home, row in zip(cut.roles.params, problem.layouts, program.stages, params)
+        for stage in cut.stages
+        if stage.index != home and value in stage.params
+    )
+
+
 def _param_row(layout: Any, stage: int, placement: Placement) -> ParamRow:
-    part = part_shape(layout.shape, layout.nd_sbp, placement, layout.path)
+    part = part_shape(layout.shape, layout.nd_sbp, placement, layout.path, layout.dtype)
     size = _bytes(part, layout.dtype)
     return ParamRow(layout.path, tuple(layout.shape), str(layout.dtype), str(layout.nd_sbp), size, stage, layout.rule)
 
 
 def _stage_rows(
-    placements: Sequence[Placement], params: Sequence[ParamRow], problem: Problem, program: Program
+    placements: Sequence[Placement],
+    params: Sequence[ParamRow],
+    tied: Sequence[TiedRow],
+    problem: Problem,
+    program: Program,
 ) -> tuple[StageRow, ...]:
     optimizer = [0] * len(placements)
     form = OptimizerForm.of(problem.optimizer, problem.form)
@@ -151,8 +225,11 @@ def _stage_rows(
         stage = 0 if owner is None else program.stages[owner]
         part = part_shape(shape.shape, form.sbp_of(i, problem.layouts, placements[0]), placements[stage])
         optimizer[stage] += _bytes(part, shape.dtype)
-    held = [sum(row.device_bytes for row in params if row.stage == stage) for stage in range(len(placements))]
-    return tuple(StageRow(i, str(p), held[i], optimizer[i]) for i, p in enumerate(placements))
+    held, copies = (
+        [sum(row.device_bytes for row in rows if row.stage == stage) for stage in range(len(placements))]
+        for rows in (params, tied)
+    )
+    return tuple(StageRow(i, str(p), held[i], copies[i], optimizer[i]) for i, p in enumerate(placements))
 
 
 def _bytes(shape: Sequence[int], dtype: Any) -> int:

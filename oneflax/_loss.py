@@ -1,7 +1,7 @@
 """A user's loss as a function of flat lists of arrays, whatever it takes: an nnx module or a pytree."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from oneflax.sbp.errors import Fault, PlanError, describe
 
 from ._batch import jax_dtype
 from ._paths import leaf_paths
+from ._placing import strongly_typed
 
 
 class ModelForm:
@@ -89,7 +90,10 @@ class ModelForm:
                 f"{what}: {', '.join(paths)}" for what, paths in (("missing", missing), ("extra", extra)) if paths
             )
             raise PlanError(Fault("model", "its parameters are not those that the step was made for.", given))
-        return jax.tree.leaves(params), jax.tree.leaves(state)
+        return self._strong(params, self.params), self._strong(state, self.state)
+
+    def _strong(self, tree: Any, shapes: Any) -> list[Any]:
+        return [strongly_typed(x, shape.dtype) for x, shape in zip(jax.tree.leaves(tree), jax.tree.leaves(shapes))]
 
     def build(self, params: Sequence[Any], state: Sequence[Any]) -> Any:
         """The model from its arrays."""
@@ -173,7 +177,9 @@ class Loss:
         if (wrong := _no_loss(loss)) is not None:
             call = f"{self.name}({'model' if self.form.is_module else 'params'}, batch)"
             raise PlanError(Fault(call, f"returns {wrong[0]}, not one floating number.", mend=wrong[1]))
-        return jax.numpy.asarray(loss), self.form.state_after(model)
+        # Weights and sums of microbatches' losses would round in 16 bits.
+        wide = jax.numpy.promote_types(jax.numpy.result_type(loss), jax.numpy.float32)
+        return jax.numpy.asarray(loss, wide), self.form.state_after(model)
 
     @property
     def name(self) -> str:
@@ -228,6 +234,11 @@ def _is_module(model: Any) -> bool:
 
 
 def _check_arrays(params: Any) -> None:
+    if isinstance(params, Mapping) and "params" in params and len(params) > 1:
+        others = ", ".join(repr(key) for key in params if key != "params")
+        what = f"holds the collections 'params' and {others}: an optimizer would train all of them."
+        mend = "model.init(key, x)['params'], and the other collections closed over in the loss"
+        raise PlanError(Fault("model", what, mend=mend))
     faults = [
         Fault("model", f"parameter {path} is a {type(leaf).__name__}, not an array.", mend="close over it in the loss")
         for path, leaf in zip(leaf_paths(params), jax.tree.leaves(params))

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from oneflax.pipeline.schedules.one_f_one_b import one_f_one_b
@@ -15,11 +13,11 @@ from oneflax.sbp.errors import Fault, FlowError, PlanError
 from oneflax.sbp.grid import Placement
 
 from ._batch import BatchLayout
-from ._loss import Loss, ModelForm, key_passing
 from ._patterns import Pattern
-from ._problem import REDUCTIONS, OptimizerForm, Problem, Program
-from ._state import TrainState
-from .flax.rules import lay_out, read_rules
+from ._placing import gathered
+from ._problem import Problem, Program
+from ._train_step import TrainStep
+from .flax.rules import read_rules
 
 if TYPE_CHECKING:
     from ._explain import Explanation
@@ -114,7 +112,7 @@ class Plan:
     def gather(self, tree: Any) -> Any:
         """Ordinary arrays on one device, from a pytree whose leaves lie anywhere."""
         leaves, structure = jax.tree.flatten(tree)  # copies: the state's own arrays are gone after the next step
-        return structure.unflatten(gather_leaves(leaves))
+        return structure.unflatten(gathered(leaves))
 
     def explain(self) -> "Explanation":
         """What the plan does to the model that a step made with it saw last.
@@ -147,176 +145,6 @@ class Plan:
             program = spmd_program(problem, self._placements[0])
         self._last = (problem, program)
         return program
-
-
-class TrainStep:
-    """A training step: ``state, metrics = step(state, batch, key=None)``.
-
-    ``metrics`` holds ``loss``, ``grad_norm`` (of the summed gradient, before the optimizer) and
-    ``microbatch_losses``, as arrays that may still be computed. The state is donated.
-    """
-
-    def __init__(
-        self, plan: Plan, loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation | None, reduce: str
-    ) -> None:
-        """Made by :meth:`Plan.train_step`."""
-        if reduce not in REDUCTIONS:
-            what = f"{reduce!r} is none of {', '.join(map(repr, REDUCTIONS))}."
-            raise PlanError(Fault("train_step(reduce=)", what, mend='reduce="mean"'))
-        self._plan, self._loss_fn, self._optimizer, self._reduce = plan, loss_fn, optimizer, reduce
-        self._takes_key = key_passing(loss_fn) is not None
-        self._programs: dict[Any, tuple[Problem, Program]] = {}
-        self._current: Program | None = None
-        self.record = False
-
-    def init(self, make: Callable[[Any], Any], sample_batch: Any, key: Any) -> TrainState:
-        """A fresh state. Every array is computed where it will live; none is ever whole on one device.
-
-        Args:
-            make: ``make(key)`` gives the model: an nnx module, or a pytree of parameters.
-            sample_batch: A batch like those to come; only shapes matter.
-            key: The key for ``make``.
-        """
-        from .flax import nnx
-
-        form = ModelForm(nnx.abstract(make, key))
-        arrays, tree = self._plan._batch.flatten(sample_batch)
-        program = self._program_for(form, arrays, tree, key if self._takes_key else None)
-
-        def leaves(key: Any) -> tuple[list[Any], list[Any]]:
-            return form.leaves_of(make(key))
-
-        params, state = program.initialise(leaves, key)
-        return self._state(form, program, params, state)
-
-    def place(self, params_or_model: Any) -> TrainState:
-        """A state from existing values, which stay untouched. They are placed at the first call, if not now."""
-        form = ModelForm(params_or_model)
-        params, state = form.leaves_of(params_or_model)
-        self._plan_layouts(form)
-        for problem, program in self._programs.values():
-            if problem.form == form:
-                return self._state(form, program, *_placed(program, params, state))
-        return TrainState(_owned(params), _owned(state), [], 0, form, OptimizerForm.of(self._optimizer, form))
-
-    def __call__(self, state: TrainState, batch: Any, key: Any = None) -> tuple[TrainState, dict[str, Any]]:
-        """Takes one step.
-
-        Args:
-            state: The state so far; donated.
-            batch: A pytree of arrays, numpy or jax, whose axis of examples divides into microbatches and parts.
-            key: Needed if the loss takes a key. The same key serves every step: the step count is folded in.
-
-        Raises:
-            PlanError: The batch does not divide, the key is missing, or the state is another model's.
-        """
-        if not isinstance(state, TrainState):
-            what = f"the state is a {type(state).__name__}, not what step.init or step.place gave."
-            raise PlanError(Fault("step(state, batch)", what, mend="state = step.place(params_or_model)"))
-        base = self._base_key(key, state.step)
-        arrays, tree = self._plan._batch.flatten(batch)
-        program = self._program_for(state._form, arrays, tree, base)
-        state = self._adopt(program, state)
-        if program.executor is not None:
-            program.executor.record = self.record
-        params, rest, opt, metrics = program.step(state._params, state._state, state._opt, arrays, base)
-        new = TrainState(params, rest, opt, state.step + 1, state._form, state._opt_form, program)
-        return new, metrics
-
-    def value_and_grad(self, params_or_model: Any, batch: Any, key: Any = None) -> tuple[Any, Any]:
-        """Loss and gradients of one batch; see :meth:`Plan.value_and_grad`."""
-        form = ModelForm(params_or_model)
-        base = self._base_key(key, 0)
-        arrays, tree = self._plan._batch.flatten(batch)
-        program = self._program_for(form, arrays, tree, base)
-        params, state = map(jax.device_put, map(_owned, form.leaves_of(params_or_model)), program.shardings)
-        loss, _, gradients, state = program.value_and_grad(params, state, arrays, base)
-        form.update_state(params_or_model, state)
-        return loss, form.param_tree.unflatten(gradients)
-
-    @property
-    def program(self) -> Program | None:
-        """What the last call ran, compiled; None before the first one."""
-        return self._current
-
-    @property
-    def trace(self) -> Any:
-        """The measured timeline of the last step taken with ``step.record = True``; None without stages."""
-        executor = self._current.executor if self._current is not None else None
-        return executor.trace if executor is not None else None
-
-    def _plan_layouts(self, form: ModelForm) -> list[Any]:
-        leaves = list(zip(form.param_paths, jax.tree.leaves(form.params)))
-        return lay_out(self._plan.rules, leaves, self._plan._placements[0])
-
-    def _base_key(self, key: Any, step: int) -> Any:
-        if not self._takes_key:
-            return None
-        if key is None:
-            what = "the loss takes a key, and the step got none."
-            raise PlanError(Fault("step(state, batch, key)", what, mend="step(state, batch, jax.random.key(0))"))
-        return jax.random.fold_in(key, step)
-
-    def _program_for(self, form: ModelForm, arrays: Sequence[Any], tree: Any, key: Any) -> Program:
-        layout = self._plan._batch
-        shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
-        signature = (form, tree, tuple((a.shape, a.dtype) for a in arrays), shape)
-        if signature not in self._programs:
-            problem = Problem(
-                grid=self._plan.grid,
-                form=form,
-                loss=Loss(self._loss_fn, form, tree),
-                layouts=self._plan_layouts(form),
-                batch=layout,
-                batch_shapes=[layout.microbatch_shape(a) for a in arrays],
-                reduce=self._reduce,
-                optimizer=self._optimizer,
-                key_shape=shape,
-            )
-            self._programs[signature] = problem, self._plan._program(problem)
-        self._current = self._programs[signature][1]
-        return self._current
-
-    def _state(self, form: ModelForm, program: Program, params: list[Any], state: list[Any]) -> TrainState:
-        opt = program.init_optimizer(params)
-        return TrainState(params, state, opt, 0, form, OptimizerForm.of(self._optimizer, form), program)
-
-    def _adopt(self, program: Program, state: TrainState) -> TrainState:
-        """The state on this program's devices; one that another program placed is moved."""
-        if state._owner is program or (state._owner is not None and state._owner.same_layout(program)):
-            return state
-        form = OptimizerForm.of(self._optimizer, state._form)
-        if (form.tree, form.shapes) != (state._opt_form.tree, state._opt_form.shapes):
-            what = "the state holds another optimizer's state than this step's."
-            given = (f"state: {state._opt_form}", f"step: {form}")
-            raise PlanError(Fault("step(state, batch)", what, given, "state = step.place(state.model())"))
-        params, rest = _placed(program, state._params, state._state)
-        opt = _copies(state._opt, program.opt_shardings) if state._opt else program.init_optimizer(params)
-        return TrainState(params, rest, opt, state.step, state._form, state._opt_form, program)
-
-
-def gather_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """Arrays copied whole to the default device."""
-    return _copies(leaves, [jax.devices()[0]] * len(leaves))
-
-
-def _copies(leaves: Sequence[Any], places: Sequence[Any]) -> list[Any]:
-    """Copies on other devices, so that donating them, or the originals, takes nothing from whoever holds the others.
-
-    ``device_put(may_alias=False)`` does not serve: from one device to several and back it shares memory all the same.
-    """
-    placed = jax.device_put(_owned(leaves), list(places))
-    return [jnp.copy(new) if isinstance(leaf, jax.Array) else new for leaf, new in zip(leaves, placed)]
-
-
-def _owned(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves, numpy arrays copied: ``device_put`` reads them later, when their owner may have changed them."""
-    return [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-
-
-def _placed(program: Program, params: Sequence[Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    leaves = _copies([*params, *state], [*program.param_shardings, *program.state_shardings])
-    return leaves[: len(params)], leaves[len(params) :]
 
 
 def _try(faults: list[Fault], read: Callable[..., Any], *args: Any) -> Any:

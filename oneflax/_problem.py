@@ -49,10 +49,19 @@ class Problem:
         """How many microbatches a batch has."""
         return self.batch.microbatches
 
-    @property
-    def loss_weight(self) -> float:
-        """What each microbatch's loss counts for in the step's loss."""
-        return 1.0 / self.microbatches if self.reduce == "mean" else 1.0
+    def loss_of(self, losses: Any) -> Any:
+        """The step's loss from those of its microbatches, shape ``(microbatches,)``."""
+        return losses.mean() if self.reduce == "mean" else losses.sum()
+
+    def gradient_of_sum(self, sums: Sequence[Any], params: Sequence[Any]) -> list[Any]:
+        """The step's gradient from the sum over microbatches, in the parameters' dtypes.
+
+        The mean is taken of the sum, and not by weights on the losses: a loss may pass through 16 bits, where a
+        weight of 1/3 rounds.
+        """
+        weight = 1.0 / self.microbatches if self.reduce == "mean" else 1.0
+        scaled = sums if weight == 1.0 else [total * weight for total in sums]
+        return [total.astype(p.dtype) for total, p in zip(scaled, params)]
 
     @property
     def param_shapes(self) -> list[Any]:
@@ -65,7 +74,7 @@ class Problem:
         return jax.tree.leaves(self.form.state)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Program:
     """A compiled problem; made by ``spmd_program`` (one program) or ``staged_program`` (stages on the actors).
 
@@ -156,16 +165,19 @@ def _owners(state: Any, params: Any) -> list[int | None]:
 
 
 def update_rule(problem: Problem, opt: OptimizerForm) -> Callable[..., list[Any]]:
-    """The optimizer's step over flat arrays: gradients, parameters, state → parameters, state, gradient norm."""
-    optimizer, params = problem.optimizer, problem.form.param_tree
-    assert optimizer is not None
-    count = params.num_leaves
+    """The optimizer's step over flat arrays: gradient sums, parameters, state, loss → parameters, state, norm.
+
+    The loss is handed on to transformations that ask for it (``value``, as a learning rate that drops on a plateau).
+    """
+    assert problem.optimizer is not None
+    optimizer = optax.with_extra_args_support(problem.optimizer)
+    params, count = problem.form.param_tree, problem.form.param_tree.num_leaves
 
     def update(*arrays: Any) -> list[Any]:
-        gradients = params.unflatten(arrays[:count])
         values = params.unflatten(arrays[count : 2 * count])
-        state = opt.tree.unflatten(arrays[2 * count :])
-        updates, new_state = optimizer.update(gradients, state, values)
+        gradients = params.unflatten(problem.gradient_of_sum(arrays[:count], arrays[count : 2 * count]))
+        state = opt.tree.unflatten(arrays[2 * count : -1])
+        updates, new_state = optimizer.update(gradients, state, values, value=arrays[-1])
         new_values = optax.apply_updates(values, updates)
         return [*jax.tree.leaves(new_values), *jax.tree.leaves(new_state), optax.tree_utils.tree_norm(gradients)]
 

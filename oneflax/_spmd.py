@@ -1,5 +1,6 @@
 """A problem without stages as one jitted program: sharded arguments in, XLA's partitioner does the rest."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,10 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from oneflax.pipeline.stage_functions import accumulation_dtype
 from oneflax.sbp.grid import Placement
 from oneflax.sbp.layout import named_sharding
 
 from ._problem import OptimizerForm, Problem, Program, replicated, update_rule
+
+#: Steps that may be queued: the host prepares one batch while another is trained on.
+STEPS_IN_FLIGHT = 2
 
 
 def spmd_program(problem: Problem, placement: Placement) -> Program:
@@ -25,21 +30,45 @@ def spmd_program(problem: Problem, placement: Placement) -> Program:
     compiled = _Compiled(problem, opt)
     value_and_grad = jax.jit(compiled.value_and_grad, out_shardings=(everywhere, everywhere, params, state))
     step = jax.jit(compiled.step, out_shardings=(params, state, opt_state, everywhere), donate_argnums=(0, 1, 2))
+    pace = _Pace()
+
+    def run_step(p: Any, s: Any, o: Any, batch: Any, key: Any) -> Any:
+        pace.wait()
+        results = step(p, s, o, _place(problem, placement, batch), _everywhere(key, placement))
+        pace.started(results[3]["loss"])
+        return results
+
     return Program(
         param_shardings=params,
         state_shardings=state,
         opt_shardings=opt_state,
         stages=[0] * len(params),
-        initialise=lambda make, key: jax.jit(make, out_shardings=(params, state))(key),
+        initialise=lambda make, key: jax.jit(make, out_shardings=(params, state))(_everywhere(key, placement)),
         init_optimizer=jax.jit(compiled.init_optimizer, out_shardings=opt_state),
         value_and_grad=lambda p, s, batch, key: value_and_grad(
             p, s, _place(problem, placement, batch), _everywhere(key, placement)
         ),
-        step=lambda p, s, o, batch, key: step(p, s, o, _place(problem, placement, batch), _everywhere(key, placement)),
+        step=run_step,
         lower_step=lambda: step.lower(*_step_shapes(problem, placement, opt, params, state, opt_state)),
         edges=[],
         executor=None,
     )
+
+
+class _Pace:
+    """Lets few steps be queued: a loop that reads no result would fill memory with batches, and deadlock jax 0.10."""
+
+    def __init__(self) -> None:
+        self._losses: deque[Any] = deque()
+
+    def wait(self) -> None:
+        """Returns when another step may be dispatched."""
+        while len(self._losses) >= STEPS_IN_FLIGHT:
+            jax.block_until_ready(self._losses.popleft())
+
+    def started(self, loss: Any) -> None:
+        """Notes a step by its loss, which is ready when the step is done and is donated to nobody."""
+        self._losses.append(loss)
 
 
 def _step_shapes(
@@ -95,38 +124,40 @@ class _Compiled:
     def value_and_grad(
         self, params: list[Any], state: list[Any], batch: list[Any], key: Any
     ) -> tuple[Any, Any, list[Any], list[Any]]:
+        loss, losses, sums, state = self._sums(params, state, batch, key)
+        return loss, losses, self._problem.gradient_of_sum(sums, params), state
+
+    def _sums(
+        self, params: list[Any], state: list[Any], batch: list[Any], key: Any
+    ) -> tuple[Any, Any, list[Any], list[Any]]:
+        """The loss, the losses of microbatches, the sum of their gradients in microbatch order, and the state."""
         if self._problem.microbatches == 1:
             (loss, state), gradients = self._one(params, state, batch, key, 0)
             return loss, loss[None], gradients, state
-        weight = self._problem.loss_weight
 
         def body(carry: tuple[list[Any], list[Any]], item: tuple[Any, list[Any]]) -> tuple[Any, Any]:
             total, state = carry
             index, microbatch = item
-            (loss, state), gradients = self._one(params, state, microbatch, key, index, weight)
+            (loss, state), gradients = self._one(params, state, microbatch, key, index)
             return ([a + g for a, g in zip(total, gradients)], state), loss
 
-        zeros = [jnp.zeros_like(p) for p in params]
+        zeros = [jnp.zeros(p.shape, accumulation_dtype(p.dtype)) for p in params]
         numbers = jnp.arange(self._problem.microbatches)
-        (gradients, state), losses = jax.lax.scan(body, (zeros, state), (numbers, batch))
-        return losses.mean() if self._problem.reduce == "mean" else losses.sum(), losses, gradients, state
+        (sums, state), losses = jax.lax.scan(body, (zeros, state), (numbers, batch))
+        return self._problem.loss_of(losses), losses, sums, state
 
     def _one(
-        self, params: list[Any], state: list[Any], batch: list[Any], key: Any, index: Any, weight: float = 1.0
+        self, params: list[Any], state: list[Any], batch: list[Any], key: Any, index: Any
     ) -> tuple[tuple[Any, list[Any]], list[Any]]:
-        """Loss and state of one microbatch, and the gradient of `weight` times the loss."""
-        loss, pullback, state = jax.vjp(
-            lambda values: self._problem.loss(values, state, batch, key, index), params, has_aux=True
-        )
-        (gradients,) = pullback(jnp.full((), weight, loss.dtype))
-        return (loss, state), gradients
+        """Loss, state and gradients of one microbatch."""
+        return jax.value_and_grad(lambda p: self._problem.loss(p, state, batch, key, index), has_aux=True)(params)
 
     def step(
         self, params: list[Any], state: list[Any], opt: list[Any], batch: list[Any], key: Any
     ) -> tuple[list[Any], list[Any], list[Any], dict[str, Any]]:
         assert self._update is not None
-        loss, losses, gradients, state = self.value_and_grad(params, state, batch, key)
-        results = self._update(*gradients, *params, *opt)
+        loss, losses, sums, state = self._sums(params, state, batch, key)
+        results = self._update(*sums, *params, *opt, loss)
         count = len(params)
         metrics = {"loss": loss, "grad_norm": results[-1], "microbatch_losses": losses}
         return results[:count], state, results[count:-1], metrics

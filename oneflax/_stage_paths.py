@@ -62,7 +62,7 @@ def stages_by_path(patterns: Sequence[Pattern], paths: Sequence[str], stages: in
     if len(patterns) == 1 and layers[0] and len(layers[0]) < stages:
         count = "1 layer" if len(layers[0]) == 1 else f"{len(layers[0])} layers"
         what = f"{patterns[0].text!r} matches {count}, too few for placement axis 'stage' (size {stages})."
-        mend = f"a placement with stage={len(layers[0])}"
+        mend = f'flow.placement("auto", stage={len(layers[0])}, data=-1)'
         faults.append(Fault("Plan(stages=)", what, (_list("layers", layers[0]),), mend))
     if faults:
         raise PlanError(faults, "Plan(stages=)")

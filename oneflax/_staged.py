@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from oneflax.pipeline.executor import Executor, StepInputs
 from oneflax.pipeline.graph import Graph, inner_paths, trace
 from oneflax.pipeline.schedules.schedule import Schedule
+from oneflax.pipeline.stage_functions import accumulation_dtype
 from oneflax.pipeline.stages import Cut, Roles, StageGraph, cut
 from oneflax.pipeline.table import ScheduleTable
 from oneflax.pipeline.transfer import send
@@ -70,12 +71,11 @@ class _Staged:
         self._opt = OptimizerForm.of(problem.optimizer, problem.form)
         self._opt_homes = [None if owner is None else self._homes[owner] for owner in self._opt.owners]
         self._loss_stage = next(s.index for s in self._cut.stages if 0 in s.results)
-        self._finish = jax.jit(_finish_mean if problem.reduce == "mean" else _finish_sum)
+        self._finish = jax.jit(lambda losses: (problem.loss_of(stacked := jnp.stack(losses)), stacked))
         self._sum = jax.jit(lambda parts: _add_in_order(parts))
         self._update: StagedFunction | None = None
-        self._weight = jax.device_put(
-            jnp.full((), problem.loss_weight, graph.avals[self._loss_value()].dtype),
-            replicated(placements[self._loss_stage], ()),
+        self._one = jax.device_put(
+            jnp.ones((), graph.avals[self._loss_value()].dtype), replicated(placements[self._loss_stage], ())
         )
 
     def _loss_value(self) -> int:
@@ -117,7 +117,7 @@ class _Staged:
             stages=self._homes,
             initialise=self._initialise,
             init_optimizer=self._init_optimizer,
-            value_and_grad=self._value_and_grad,
+            value_and_grad=self._with_means,
             step=self._step,
             lower_step=None,
             edges=[(e.source, e.target, graph.avals[e.value]) for e in self._cut.edges],
@@ -160,7 +160,7 @@ class _Staged:
         )
         return function(*params)
 
-    def _value_and_grad(
+    def _with_sums(
         self, params: list[Any], state: list[Any], batch: Sequence[Any], key: Any
     ) -> tuple[Any, Any, list[Any], list[Any]]:
         stages = self._cut.stages
@@ -171,11 +171,15 @@ class _Staged:
             state=[self._at(stage.index, [states[v] for v in stage.state]) for stage in stages],
             feed=self._feed.for_step(batch, key),
         )
-        out = self._executor.run(inputs, self._weight)
+        out = self._executor.run(inputs, self._one)
         loss, losses = self._finish(out.results[0])
         after = {(v, s.index): x for s, xs in zip(stages, out.state) for v, x in zip(s.state, xs)}
         new_state = [after.get((v, home), old) for v, home, old in zip(self._state, self._state_homes, state)]
         return loss, losses, self._collect(out.gradients, params), new_state
+
+    def _with_means(self, params: list[Any], *arguments: Any) -> tuple[Any, Any, list[Any], list[Any]]:
+        loss, losses, sums, state = self._with_sums(params, *arguments)
+        return loss, losses, self._problem.gradient_of_sum(sums, params), state
 
     def _at(self, stage: int, items: Sequence[tuple[Any, int]]) -> list[Any]:
         """Arrays on a stage's devices; those that live on another stage (tied parameters) are copied there."""
@@ -186,7 +190,10 @@ class _Staged:
         return arrays
 
     def _collect(self, by_stage: Sequence[Sequence[Any]], params: Sequence[Any]) -> list[Any]:
-        """One gradient a parameter, at its home: the parts of all stages that use it, added in stage order."""
+        """One gradient a parameter, at its home: the parts of all stages that use it, added in stage order.
+
+        It is the sum over microbatches, for 16-bit parameters in 32 bits.
+        """
         parts: dict[int, list[tuple[int, Any]]] = {value: [] for value in self._params}
         for stage, gradients in zip(self._cut.stages, by_stage):
             for value, gradient in zip(stage.params, gradients):
@@ -194,33 +201,36 @@ class _Staged:
         gradients = []
         for value, home, param in zip(self._params, self._homes, params):
             here = self._at(home, [(gradient, stage) for stage, gradient in parts[value]])
-            gradients.append(here[0] if len(here) == 1 else self._sum(here) if here else jnp.zeros_like(param))
+            if not here:  # no stage uses the parameter
+                here = [jnp.zeros_like(param, accumulation_dtype(param.dtype))]
+            gradients.append(here[0] if len(here) == 1 else self._sum(here))
         return gradients
 
     def _step(
         self, params: list[Any], state: list[Any], opt: list[Any], batch: Sequence[Any], key: Any
     ) -> tuple[list[Any], list[Any], list[Any], dict[str, Any]]:
-        loss, losses, gradients, state = self._value_and_grad(params, state, batch, key)
+        loss, losses, sums, state = self._with_sums(params, state, batch, key)
         if self._update is None:
             self._update = self._make_update()
-        results = self._update(*gradients, *params, *opt)
+        results = self._update(*sums, *params, *opt, loss)
         count = len(params)
         metrics = {"loss": loss, "grad_norm": results[-1], "microbatch_losses": losses}
         return results[:count], state, results[count:-1], metrics
 
     def _make_update(self) -> StagedFunction:
         params, opt = self._problem.param_shapes, self._opt.shapes
+        gradients = [jax.ShapeDtypeStruct(x.shape, accumulation_dtype(x.dtype)) for x in params]
         homes = [*self._homes, *self._homes, *self._opt_homes]
         norm_home, norm_layout = self._loss_stage, replicated(self._placements[self._loss_stage], ())
         return StagedFunction(
             update_rule(self._problem, self._opt),
-            [*params, *params, *opt],
-            homes=homes,
-            shardings=[*self._shardings, *self._shardings, *self._opt_shardings],
+            [*gradients, *params, *opt, jax.ShapeDtypeStruct((), self._one.dtype)],
+            homes=[*homes, norm_home],
+            shardings=[*self._shardings, *self._shardings, *self._opt_shardings, norm_layout],
             out_homes=[*self._homes, *self._opt_homes, norm_home],
             out_shardings=[*self._shardings, *self._opt_shardings, norm_layout],
             meshes=self._meshes,
-            donate=[False] * len(params) + [True] * (len(params) + len(opt)),
+            donate=[False] * len(params) + [True] * (len(params) + len(opt)) + [False],
             what="optimizer.update",
         )
 
@@ -239,16 +249,6 @@ def _stage_paths(graph: Graph, patterns: Sequence[Pattern], stages: int, rooted:
         return None
     paths = [path for op in graph.ops for path in (op.path, *inner_paths(op.equation, (op.path,)))]
     return stages_by_path(patterns, paths, stages, rooted)
-
-
-def _finish_mean(losses: list[Any]) -> tuple[Any, Any]:
-    stacked = jnp.stack(losses)
-    return stacked.mean(), stacked
-
-
-def _finish_sum(losses: list[Any]) -> tuple[Any, Any]:
-    stacked = jnp.stack(losses)
-    return stacked.sum(), stacked
 
 
 def _add_in_order(parts: list[Any]) -> Any:
@@ -287,13 +287,12 @@ class _Feed:
 
     def for_step(self, batch: Sequence[Any], key: Any) -> Callable[[StageGraph, int], list[Any]]:
         """The feed of one step."""
-        arrays = [np.asarray(array) for array in batch]
         keys = [jax.device_put(key, x) if yes else None for yes, x in zip(self._key_readers, self._everywhere)]
 
         def feed(stage: StageGraph, microbatch: int) -> list[Any]:
             index = stage.index
             leaves = [v for v in stage.data if v in self._leaf]
-            views = [self._batch.microbatch(arrays[self._leaf[v]], microbatch) for v in leaves]
+            views = [self._batch.microbatch(batch[self._leaf[v]], microbatch) for v in leaves]
             placed = jax.device_put(views, [self._layouts[index][v] for v in leaves]) if leaves else []
             known = {**self._fixed[index], **dict(zip(leaves, placed))}
             if self._key is not None and self._key_readers[index]:

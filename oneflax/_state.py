@@ -4,22 +4,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from oneflax.sbp.errors import Fault, PlanError
 
 from ._loss import ModelForm
+from ._placing import gathered
 
 if TYPE_CHECKING:
     from ._problem import OptimizerForm
 
 
 @jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TrainState:
     """What one training step turns into the next. A pytree; every leaf lives where its plan put it.
 
     Attributes:
-        step: How many steps were taken.
+        step: How many steps were taken; an integer, and a leaf of the pytree like the arrays.
 
     A step donates the state that it is given: use the one that it returns.
     """
@@ -27,7 +29,7 @@ class TrainState:
     _params: list[Any]
     _state: list[Any]
     _opt: list[Any]
-    step: int
+    step: Any
     _form: ModelForm = field(repr=False)
     _opt_form: "OptimizerForm" = field(repr=False)
     _owner: Any = field(default=None, repr=False)  # the layout that placed the leaves; None: nobody yet
@@ -60,20 +62,18 @@ class TrainState:
         With stages, its arrays are copied to one device first, so that it can be called; without, they are the
         state's own: they stay split, and the next step takes their memory.
         """
-        from ._plan import gather_leaves
-
         leaves = [*self._params, *self._state]
         spread = len({getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves}) > 1
-        leaves = gather_leaves(leaves) if spread else leaves
+        leaves = gathered(leaves) if spread else leaves
         count = len(self._params)
         return self._form.build(leaves[:count], leaves[count:])
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """For jax."""
-        return (self._params, self._state, self._opt), (self.step, self._form, self._opt_form)
+        step = np.int32(self.step) if isinstance(self.step, int) else self.step
+        return (self._params, self._state, self._opt, step), (self._form, self._opt_form)
 
     @classmethod
     def tree_unflatten(cls, aux: tuple[Any, ...], children: tuple[Any, ...]) -> "TrainState":
         """For jax."""
-        params, state, opt = children
-        return cls(params, state, opt, *aux)
+        return cls(*children, *aux)

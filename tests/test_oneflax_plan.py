@@ -593,8 +593,9 @@ def test_a_state_is_a_pytree() -> None:
     _, state = train(step, step.place(params), batches[:1])
     doubled = jax.tree.map(lambda x: 2 * x, state)
     assert_same_bits(doubled.params, jax.tree.map(lambda x: 2 * np.asarray(x), state.params))
+    assert doubled.step == 2  # the count is a leaf as well
     _, after = train(step, doubled, batches[1:2])
-    assert after.step == 2
+    assert after.step == 3
     for leaf in jax.tree.leaves((state, doubled)):  # the step took copies of what it had not placed itself
         np.asarray(leaf)
 

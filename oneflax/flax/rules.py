@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from oneflax.sbp.errors import Fault, PlanError, SbpError, describe
+from oneflax.sbp.errors import Fault, PlanError, SbpError
 from oneflax.sbp.extent import check_layout
 from oneflax.sbp.grid import Placement
 from oneflax.sbp.signature import B, NdSbp, as_nd_sbp
@@ -90,9 +90,8 @@ def lay_out(
             layouts.append(LeafLayout(path, aval.shape, aval.dtype, everywhere, DEFAULT_RULE))
         elif (nd_sbp := usable[winner]) is not None:
             call = _call(where, winner, rules[winner])
-            given = (describe(path, aval.dtype, aval.shape, nd_sbp, placement),)
-            found = check_layout(aval.shape, nd_sbp, placement, path)
-            faults.extend(replace(fault, where=call, given=given) for fault in found)
+            found = check_layout(aval.shape, nd_sbp, placement, path, dtype=aval.dtype)
+            faults.extend(replace(fault, where=call).as_argument(_rule_code(rules[winner])) for fault in found)
             layouts.append(LeafLayout(path, aval.shape, aval.dtype, nd_sbp, str(rules[winner])))
     if faults:
         raise PlanError(faults, f"Plan({where}=)")
@@ -107,7 +106,7 @@ def _check_sbp(rule: Rule, placement: Placement, call: str, faults: list[Fault])
     try:
         return as_nd_sbp(rule.sbp, placement, call)
     except SbpError as error:
-        faults.extend(error.faults)
+        faults.extend(fault.as_argument(_rule_code(rule)) for fault in error.faults)
         return None
 
 
@@ -121,7 +120,9 @@ def _unused(rules: Sequence[Rule], paths: Sequence[str], winners: Sequence[int |
         if not hits:
             near = nearest(rule.pattern.text, paths) or list(dict.fromkeys(paths))[:3]
             what = f"matches none of the {len(paths)} paths."
-            faults.append(Fault(call, what, (f"paths: {', '.join(near)}",), "mend the pattern, or drop the rule"))
+            given = (f"paths: {', '.join(near)}",) if near else ()
+            rule_for_near = [_rule_code(rule, path).replace("{}", _sbp_code(rule.sbp)) for path in near[:1]]
+            faults.append(Fault(call, what, given, ", or ".join([*rule_for_near, "drop the rule"])))
         else:
             earlier = sorted({winner for _, winner in hits if winner is not None})
             names = ", ".join(f"{n + 1} {rules[n].pattern.text!r}" for n in earlier)
@@ -130,6 +131,20 @@ def _unused(rules: Sequence[Rule], paths: Sequence[str], winners: Sequence[int |
             given = (f"earlier rules: {names}", f"first path: {hits[0][0]}")
             faults.append(Fault(call, what, given, f"move it before rule {earlier[0] + 1}, or drop it"))
     return faults
+
+
+def _rule_code(rule: Rule, pattern: str | None = None) -> str:
+    """A rule as the user writes it, with ``{}`` for its nd-sbp and, if told, another pattern."""
+    text = rule.pattern.text if pattern is None else pattern
+    return f'({"r" if chr(92) in text else ""}"{text}", {{}})'
+
+
+def _sbp_code(sbp: Any) -> str:
+    """What the user gave as an nd-sbp, as Python code."""
+    if isinstance(sbp, dict):
+        items = (f'"{axis}": {item}' if isinstance(axis, str) else f"{axis}: {item}" for axis, item in sbp.items())
+        return "{" + ", ".join(items) + "}"
+    return f'"{sbp}"' if isinstance(sbp, str) else str(sbp)
 
 
 def _sbp_text(sbp: Any) -> str:
