@@ -1,14 +1,17 @@
 """Runs a boxing route inside ``shard_map``: each step on the part that a rank holds."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .boxing_plan import Route, Step
-from .signature import Broadcast, Partial, Split
+from .boxing_plan import Route, Step, boxing_plan
+from .grid import Placement
+from .signature import Broadcast, NdSbp, Partial, Split
+from .storage import lead_axes, storage_spec
 
 
 def box_local(part: jax.Array, route: Route, axis_names: Sequence[str]) -> jax.Array:
@@ -74,3 +77,32 @@ def _embed(x: jax.Array, kind: str, axis: int, name: str) -> jax.Array:
     shape = (*x.shape[:axis], size * lax.axis_size(name), *x.shape[axis + 1 :])
     whole = jnp.full(shape, identity(kind, x.dtype))
     return lax.dynamic_update_slice_in_dim(whole, x, lax.axis_index(name) * size, axis)
+
+
+@lru_cache(maxsize=4096)
+def boxing_executable(
+    source: NdSbp, target: NdSbp, shape: tuple[int, ...], dtype: Any, placement: Placement
+) -> tuple[Any, Route]:
+    """The jitted function that takes storage from one nd-sbp to another on the same placement, and its route.
+
+    Args:
+        source, target: nd-sbps with tensor axes counted from the front; every split is even.
+        shape: The logical shape. dtype: Of the elements.
+        placement: Where the tensor lives.
+    """
+    route = boxing_plan(source, target, shape, jnp.dtype(dtype).itemsize, placement.shape)
+    lead_in, lead_out = len(lead_axes(source, placement)), len(lead_axes(target, placement))
+
+    def body(storage: jax.Array) -> jax.Array:
+        part = box_local(storage.reshape(storage.shape[lead_in:]), route, placement.axis_names)
+        return part.reshape((1,) * lead_out + part.shape)
+
+    # check_vma=False: with True, jax sums over ranks where a value goes from one copy on each to its gradient.
+    mapped = jax.shard_map(
+        body,
+        mesh=placement.mesh,
+        in_specs=storage_spec(source, placement, len(shape)),
+        out_specs=storage_spec(target, placement, len(shape)),
+        check_vma=False,
+    )
+    return jax.jit(mapped), route
