@@ -28,11 +28,14 @@ class Command:
 
 
 def demo(words: list[str]) -> int:
-    """Trains a small model; flags and work are in ``oneflax.demo``."""
+    """Trains a small model; flags and work are in ``oneflax.demo``. Says what is wrong with the results."""
+    from .demo import failures
     from .demo import main as run_demo
 
-    run_demo(words)
-    return 0
+    wrong = failures(run_demo(words))
+    for line in wrong:
+        print(f"oneflax demo: {line}", file=sys.stderr)
+    return int(bool(wrong))
 
 
 def doctor(words: list[str]) -> int:

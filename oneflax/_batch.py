@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from oneflax.sbp.errors import Fault, PlanError, describe
+from oneflax.sbp.errors import Fault, PlanError, SbpError, describe
 from oneflax.sbp.grid import Placement
 from oneflax.sbp.signature import B, NdSbp, Partial, Split, as_nd_sbp
 
@@ -36,7 +36,10 @@ class BatchLayout:
         Raises:
             PlanError, SbpError: The sbp does not fit the placement, has P, or splits more than one tensor axis.
         """
-        nd_sbp = as_nd_sbp(sbp, placement, "Plan(batch=)") if sbp is not None else NdSbp((B,) * placement.ndim)
+        try:
+            nd_sbp = NdSbp((B,) * placement.ndim) if sbp is None else as_nd_sbp(sbp, placement, "Plan(batch=)")
+        except SbpError as error:
+            raise SbpError([fault.as_argument("batch={}") for fault in error.faults], "Plan(batch=)") from None
         axes = {item.axis for item in nd_sbp if isinstance(item, Split)}
         if any(isinstance(item, Partial) for item in nd_sbp) or len(axes) > 1:
             what = f"a batch is whole or split over one tensor axis, its examples, not {nd_sbp}."

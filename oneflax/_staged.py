@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from oneflax.pipeline.executor import Executor, StepInputs
 from oneflax.pipeline.graph import Graph, inner_paths, trace
 from oneflax.pipeline.schedules.schedule import Schedule
-from oneflax.pipeline.stage_functions import accumulation_dtype
+from oneflax.pipeline.stage_functions import accumulation_dtype, add_in_order
 from oneflax.pipeline.stages import Cut, Roles, StageGraph, cut
 from oneflax.pipeline.table import ScheduleTable
 from oneflax.pipeline.transfer import send
@@ -72,7 +72,7 @@ class _Staged:
         self._opt_homes = [None if owner is None else self._homes[owner] for owner in self._opt.owners]
         self._loss_stage = next(s.index for s in self._cut.stages if 0 in s.results)
         self._finish = jax.jit(lambda losses: (problem.loss_of(stacked := jnp.stack(losses)), stacked))
-        self._sum = jax.jit(lambda parts: _add_in_order(parts))
+        self._sum = jax.jit(add_in_order)
         self._update: StagedFunction | None = None
         self._one = jax.device_put(
             jnp.ones((), graph.avals[self._loss_value()].dtype), replicated(placements[self._loss_stage], ())
@@ -249,13 +249,6 @@ def _stage_paths(graph: Graph, patterns: Sequence[Pattern], stages: int, rooted:
         return None
     paths = [path for op in graph.ops for path in (op.path, *inner_paths(op.equation, (op.path,)))]
     return stages_by_path(patterns, paths, stages, rooted)
-
-
-def _add_in_order(parts: list[Any]) -> Any:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 class _Feed:

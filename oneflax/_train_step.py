@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import optax
 
+from oneflax.sbp import _compat
 from oneflax.sbp.errors import Fault, PlanError
 
 from ._loss import Loss, ModelForm, key_passing
@@ -88,8 +89,8 @@ class TrainStep:
             program = self._program_for(form, *self._plan._batch.flatten(sample_batch), key)
         if program is not None:
             return self._state(form, program, *_placed(program, params, state))
-        leaves = [owned(leaf) for leaf in params], [owned(leaf) for leaf in state]
-        return TrainState(*leaves, [], 0, form, OptimizerForm.of(self._optimizer, form))
+        params, state = [owned(leaf) for leaf in params], [owned(leaf) for leaf in state]
+        return TrainState(params, state, [], 0, form, OptimizerForm.of(self._optimizer, form))
 
     def __call__(self, state: TrainState, batch: Any, key: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """Takes one step.
@@ -156,8 +157,7 @@ class TrainStep:
     def _program_for(self, form: ModelForm, arrays: Sequence[Any], tree: Any, key: Any) -> Program:
         layout = self._plan._batch
         shape = None if key is None else jax.ShapeDtypeStruct(key.shape, key.dtype)
-        precision = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision
-        signature = (form, tree, tuple((a.shape, a.dtype) for a in arrays), shape, precision)
+        signature = (form, tree, tuple((a.shape, a.dtype) for a in arrays), shape, _compat.numeric_settings())
         if signature not in self._programs:
             self._warn_of_many()
             problem = Problem(

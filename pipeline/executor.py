@@ -1,11 +1,14 @@
 """Runs a cut loss over its stages' devices, in a schedule's order, from one dispatching thread.
 
 JAX dispatches asynchronously, so the thread walks one fixed order over all workers (:func:`.actors.dispatch_order`)
-and the devices overlap by themselves. Every value that waits for somebody is held in a register; the pools measure
-and bound them. Numbers do not depend on the order: gradients are added in the order of microbatches, and randomness
-is keyed by step and microbatch.
+and the devices overlap by themselves. Every value that waits for somebody lies in a register: microbatches in their
+stages, values on edges, cotangents, gradients that came too early. The pools (:mod:`.step_registers`) measure and bound
+them; an action that is dispatched and not yet done holds its arguments as well, and :data:`MAX_IN_FLIGHT` bounds those.
+Numbers do not depend on the order: gradients are added in the order of microbatches, and randomness is keyed by step
+and microbatch. Threads that share an executor take turns, a whole step each.
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +25,14 @@ from oneflax.sbp.grid import Placement
 from .actions import Action
 from .actors import dispatch_order
 from .recorder import Recorder
-from .registers import RegisterPool
+from .routes import Route, routes_of
 from .sharing import Group, group_stages
-from .stage_functions import BackwardOutput, ForwardOutput, StageArguments, StageKind, is_float
+from .stage_functions import BackwardOutput, ForwardOutput, StageArguments, StageKind, accumulation_dtype
 from .stages import Cut, StageGraph
+from .step_registers import Bounds, StepRegisters
 from .table import ScheduleTable
 from .trace import Trace
 from .transfer import send
-from .validation import least_credits
 
 #: Actions that may be queued on one worker. More hides no latency, holds more memory, and jax 0.10 on few CPU cores
 #: deadlocks when dozens of multi-device programs are queued.
@@ -54,7 +57,8 @@ class StepOutputs:
 
     Attributes:
         results: For each result of the loss, its values by microbatch (0 is the loss).
-        gradients: By stage, the sum over microbatches for each of the stage's parameters. Empty if forward-only.
+        gradients: By stage, the sum over microbatches for each of the stage's parameters, in
+            :func:`.stage_functions.accumulation_dtype`. Empty if forward-only.
         state: By stage, the state after the last microbatch.
     """
 
@@ -65,17 +69,14 @@ class StepOutputs:
 
 @dataclass(slots=True)
 class _Step:
-    """The registers of one running step."""
+    """One running step."""
 
     inputs: StepInputs
+    registers: StepRegisters
     state: list[list[Any]]
     gradients: list[Sequence[Any]]
+    added: list[int]  # by stage, how many microbatches the gradient holds
     results: dict[int, dict[int, Any]] = field(default_factory=dict)
-    arrived: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # (value, stage, microbatch)
-    cotangents: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # (value, reader, microbatch)
-    saved: dict[tuple[int, int], tuple[StageArguments, Sequence[Any]]] = field(default_factory=dict)
-    added: list[int] = field(default_factory=list)  # by stage, how many microbatches the gradient holds
-    parked: dict[tuple[int, int], Sequence[Any]] = field(default_factory=dict)  # gradients that came out of order
 
 
 class StageRunner:
@@ -113,7 +114,7 @@ class StageRunner:
             out_shardings=BackwardOutput(free, self.param_shardings, everywhere),
             donate_argnums=4,
         )
-        shapes = [(avals[v].shape, avals[v].dtype) for v in stage.params]
+        shapes = [(avals[v].shape, accumulation_dtype(avals[v].dtype)) for v in stage.params]
         self.zeros = jax.jit(lambda: [jnp.zeros(*shape) for shape in shapes], out_shardings=self.param_shardings)
         self.add = jax.jit(
             lambda total, part: [a + b for a, b in zip(total, part)],
@@ -127,7 +128,7 @@ class Executor:
 
     Attributes:
         record: Measure when each action of the next steps starts and ends.
-        pools: For each stage, the registers that hold its microbatches; their ``peak`` is what was seen.
+        registers: The pools of the last whole step, each with the most that it may hold and the most that it held.
     """
 
     def __init__(
@@ -152,17 +153,16 @@ class Executor:
         _check_table(cut, table)
         self.cut, self.table = cut, table
         self._order = dispatch_order(table, cut.stage_edges)
-        self._readers = [
-            {v: tuple(sorted(e.target for e in cut.edges if e.source == s.index and e.value == v)) for v in s.edges_out}
-            for s in cut.stages
-        ]
-        consumers = [tuple(len(readers) for readers in by_value.values()) for by_value in self._readers]
-        groups = group_stages(cut.graph, cut.stages, consumers)
-        self.kinds = [StageKind(cut.graph, group, consumers[group.members[0].index]) for group in groups]
+        self._routes = routes_of(cut)
+        self._returning = {(source, s) for s, routes in enumerate(self._routes) for source, _ in routes.returns}
+        groups = group_stages(cut.graph, cut.stages, [routes.consumers for routes in self._routes])
+        self.kinds = [StageKind(cut.graph, g, self._routes[g.members[0].index].consumers) for g in groups]
         self.runners = self._make_runners(groups, placements, shardings)
-        self.pools = self._new_pools()
-        self._source = {e.value: e.source for e in cut.edges}
+        actions, returning = [action for _, action in self._order], () if table.forward_only else self._returning
+        self._bounds = Bounds.of(actions, table.stages, cut.stage_edges, returning, table.forward_only)
+        self.registers = StepRegisters(self._bounds)
         self._in_flight: list[deque[Any]] = [deque() for _ in range(table.workers)]
+        self._turn = threading.RLock()
         self._recorder: Recorder | None = None
         self.record = False
 
@@ -186,16 +186,20 @@ class Executor:
         return None if self._recorder is None else self._recorder.trace()
 
     def run(self, inputs: StepInputs, loss_cotangent: Any) -> StepOutputs:
-        """Dispatches one step; gives arrays that may still be computed.
+        """Dispatches one step; gives arrays that may still be computed. Threads wait for each other's dispatch.
 
         Args:
             inputs: Parameters, state and data.
             loss_cotangent: What the gradient of each microbatch's loss is weighted with, on the loss's stage.
         """
+        with self._turn:
+            return self._run(inputs, loss_cotangent)
+
+    def _run(self, inputs: StepInputs, loss_cotangent: Any) -> StepOutputs:
         gradients = [] if self.table.forward_only else [runner.zeros() for runner in self.runners]
-        self.pools = self._new_pools()
-        step = _Step(inputs, [list(s) for s in inputs.state], gradients, added=[0] * len(self.runners))
-        recorder = self._new_recorder() if self.record else None
+        state = [list(values) for values in inputs.state]
+        step = _Step(inputs, StepRegisters(self._bounds), state, gradients, [0] * len(self.runners))
+        recorder = Recorder(self.table, self.cut.stage_edges, self._returning) if self.record else None
         try:
             for worker, action in self._order:
                 self._wait_for_room(worker)
@@ -207,17 +211,10 @@ class Executor:
             if recorder is not None:
                 recorder.close()
                 self._recorder = recorder
+        self.registers = step.registers
         microbatches = range(self.table.microbatches)
         results = {position: [by[i] for i in microbatches] for position, by in step.results.items()}
         return StepOutputs(results, step.gradients, step.state)
-
-    def _new_pools(self) -> list[RegisterPool[int]]:
-        return [RegisterPool(n, f"stage {stage}") for stage, n in enumerate(least_credits(self.table))]
-
-    def _new_recorder(self) -> Recorder:
-        avals = self.cut.graph.avals
-        returning = {(e.source, e.target) for e in self.cut.edges if is_float(avals[e.value])}
-        return Recorder(self.table, self.cut.stage_edges, returning)
 
     def _wait_for_room(self, worker: int) -> None:
         queue = self._in_flight[worker]
@@ -231,72 +228,52 @@ class Executor:
         return self._backward(step, action.stage, action.microbatch, loss_cotangent)
 
     def _forward(self, step: _Step, index: int, microbatch: int) -> tuple[Sequence[Any], Any]:
-        runner, stage = self.runners[index], self.cut.stages[index]
-        edges_in = [step.arrived.pop((v, index, microbatch)) for v in stage.edges_in]
+        runner, stage, routes = self.runners[index], self.cut.stages[index], self._routes[index]
+        edges_in = step.registers.arrived(routes.arrivals, index, microbatch)
         data = step.inputs.feed(stage, microbatch)
         args = StageArguments(runner.scalars, step.inputs.params[index], list(step.state[index]), data, edges_in)
-        self.pools[index].acquire(microbatch)
         run = runner.evaluate if self.table.forward_only else runner.forward
         out = run(args)
+        register = step.registers.stages[index]
+        register.acquire(microbatch, (args, out.residuals))
         for position, value in zip(runner.replaced, out.new_state):
             step.state[index][position] = value
         for position, value in zip(sorted(stage.results), out.results):
             step.results.setdefault(position, {})[microbatch] = value
-        self._send_forward(step, index, microbatch, out.edges_out)
+        self._send(step, index, microbatch, routes.sends, out.edges_out)
         if self.table.forward_only:
-            self.pools[index].release(microbatch)
-        else:
-            step.saved[index, microbatch] = (args, out.residuals)
+            register.release(microbatch)
         return edges_in, out.token
 
-    def _send_forward(self, step: _Step, index: int, microbatch: int, values: Sequence[Any]) -> None:
-        by_target: dict[int, list[tuple[int, Any]]] = {}
-        for (number, targets), value in zip(self._readers[index].items(), values):
-            for target in targets:
-                by_target.setdefault(target, []).append((number, value))
-        for target, items in by_target.items():
-            copies = send([value for _, value in items], self.runners[target].mesh)
-            for (number, _), copy in zip(items, copies):
-                step.arrived[number, target, microbatch] = copy
-
     def _backward(self, step: _Step, index: int, microbatch: int, loss_cotangent: Any) -> tuple[Sequence[Any], Any]:
-        runner, stage = self.runners[index], self.cut.stages[index]
-        args, residuals = step.saved.pop((index, microbatch))
-        readers = self._readers[index]
-        cotangents = [
-            step.cotangents.pop((v, target, microbatch))
-            for v in stage.edges_out
-            if is_float(self.cut.graph.avals[v])
-            for target in readers[v]
-        ]
+        runner, stage, routes = self.runners[index], self.cut.stages[index], self._routes[index]
+        args, residuals = step.registers.stages[index].release(microbatch)
+        cotangents = step.registers.arrived(routes.cotangents, index, microbatch)
         weight = loss_cotangent if 0 in stage.results else None
         in_order = microbatch == step.added[index]
         total = step.gradients[index] if in_order else runner.zeros()
         out = runner.backward(args, residuals, cotangents, weight, total, runner.zero)
         self._add(step, index, microbatch, out.gradients, in_order)
-        self._send_backward(step, stage, microbatch, out.cotangents)
-        self.pools[index].release(microbatch)
+        self._send(step, index, microbatch, routes.returns, out.cotangents)
         return cotangents, out.token
+
+    def _send(self, step: _Step, index: int, microbatch: int, routes: Sequence[Route], values: Sequence[Any]) -> None:
+        """Copies to each other stage what it reads, into the register of the edge."""
+        for reader, positions in routes:
+            copies = send([values[i] for i in positions], self.runners[reader].mesh)
+            step.registers.edges[index, reader].acquire(microbatch, copies)
 
     def _add(self, step: _Step, index: int, microbatch: int, gradients: Sequence[Any], in_order: bool) -> None:
         """Gradients add in the order of microbatches, whatever the order in which they come."""
         if not in_order:
-            step.parked[index, microbatch] = gradients
+            step.registers.parked[index].acquire(microbatch, gradients)
             return
         step.gradients[index], step.added[index] = gradients, microbatch + 1
-        while (part := step.parked.pop((index, step.added[index]), None)) is not None:
+        parked = step.registers.parked.get(index)
+        while parked is not None and step.added[index] in parked:
+            part = parked.release(step.added[index])
             step.gradients[index] = self.runners[index].add(step.gradients[index], part)
             step.added[index] += 1
-
-    def _send_backward(self, step: _Step, stage: StageGraph, microbatch: int, values: Sequence[Any]) -> None:
-        by_source: dict[int, list[tuple[int, Any]]] = {}
-        floating = (v for v in stage.edges_in if is_float(self.cut.graph.avals[v]))
-        for number, value in zip(floating, values):
-            by_source.setdefault(self._source[number], []).append((number, value))
-        for source, items in by_source.items():
-            copies = send([value for _, value in items], self.runners[source].mesh)
-            for (number, _), copy in zip(items, copies):
-                step.cotangents[number, stage.index, microbatch] = copy
 
 
 def _check_table(cut: Cut, table: ScheduleTable) -> None:

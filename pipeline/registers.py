@@ -1,13 +1,13 @@
 """Registers: the bounded slots that hold a microbatch's values, and the credits that bound them.
 
 A pool has `capacity` slots. Whoever fills a slot takes a credit with :meth:`RegisterPool.acquire`; whoever is done with
-the value gives it back with :meth:`RegisterPool.release`. The most slots ever filled at once is measured, so that a
-memory bound is a number that was seen and not a hope. (OneFlow: ``register_num`` of an actor, and the buffers that
-``pipeline_buffer_pass.cpp`` puts on the edges between stages.)
+the value takes it out with :meth:`RegisterPool.release`, which gives the credit back. The most slots ever filled at
+once is measured, so that a memory bound is a number that was seen and not a hope. (OneFlow: ``register_num`` of an
+actor, and the buffers that ``pipeline_buffer_pass.cpp`` puts on the edges between stages.)
 """
 
 from collections.abc import Hashable, Iterable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Edge = tuple[int, int]
 Key = TypeVar("Key", bound=Hashable)
@@ -37,7 +37,7 @@ class RegisterPool(Generic[Key]):
         self.capacity = capacity
         self.name = name
         self.peak = 0
-        self._held: dict[Key, None] = {}  # in the order in which they were filled
+        self._held: dict[Key, Any] = {}  # in the order in which they were filled
 
     @property
     def in_use(self) -> int:
@@ -54,20 +54,26 @@ class RegisterPool(Generic[Key]):
         """The keys of the filled slots, the one filled first in front."""
         return tuple(self._held)
 
-    def acquire(self, key: Key) -> None:
-        """Takes a credit and fills a slot under `key`."""
-        if key in self._held:
-            raise AssertionError(f"{self.name}: {key!r} already fills a slot; {self}")
-        if self.capacity is not None and len(self._held) >= self.capacity:
-            raise AssertionError(f"{self.name}: no credit is free for {key!r}; {self}")
-        self._held[key] = None
-        self.peak = max(self.peak, len(self._held))
+    def __contains__(self, key: object) -> bool:
+        """Whether a slot is filled under `key`."""
+        return key in self._held
 
-    def release(self, key: Key) -> None:
-        """Empties the slot of `key` and gives its credit back."""
+    def acquire(self, key: Key, value: Any = None) -> None:
+        """Takes a credit and fills a slot under `key` with a value (None where the pool only counts)."""
+        held = self._held
+        if key in held:
+            raise AssertionError(f"{self.name}: {key!r} already fills a slot; {self}")
+        if self.capacity is not None and len(held) >= self.capacity:
+            raise AssertionError(f"{self.name}: no credit is free for {key!r}; {self}")
+        held[key] = value
+        if len(held) > self.peak:
+            self.peak = len(held)
+
+    def release(self, key: Key) -> Any:
+        """Empties the slot of `key`, gives its credit back, and gives the value."""
         if key not in self._held:
             raise AssertionError(f"{self.name}: {key!r} fills no slot (released twice, or never acquired); {self}")
-        del self._held[key]
+        return self._held.pop(key)
 
     def __str__(self) -> str:
         bound = "no bound" if self.capacity is None else f"{self.capacity} slots"

@@ -46,7 +46,10 @@ class ForwardOutput(NamedTuple):
 
 
 class BackwardOutput(NamedTuple):
-    """Cotangents for the floating edges that came in, the accumulated parameter gradients, and the token."""
+    """Cotangents for the floating edges that came in, the parameter gradients so far, and the token.
+
+    Gradients are in :func:`accumulation_dtype`.
+    """
 
     cotangents: Arrays
     gradients: Arrays
@@ -186,16 +189,17 @@ class StageKind:
     ) -> BackwardOutput:
         """`cotangents`: for each floating edge out, one from each stage that reads it, in the order of stages.
 
-        `accumulated`: the gradients so far, to add to. `zero`: an unsigned integer 0 that the compiler does not know.
+        `accumulated`: the gradients so far, to add to, in :func:`accumulation_dtype`. `zero`: an unsigned integer 0
+        that the compiler does not know.
         """
         self.traces["B"] += 1
         pullback = self._closure.pullback(jax.tree.leaves(args), residuals)
         given = iter(cotangents)
-        targets = [_sum([next(given) for _ in range(n)]) for n in self._consumers]
+        targets = [add_in_order([next(given) for _ in range(n)]) for n in self._consumers]
         if self._has_loss:
             targets.append(loss_cotangent)
         gradients, floating_in = pullback(targets)
-        total = [a + _apart(g, zero) for a, g in zip(accumulated, gradients)]
+        total = [a + _apart(g, zero).astype(a.dtype) for a, g in zip(accumulated, gradients)]
         return BackwardOutput(floating_in, total, jnp.zeros((), jnp.int32))
 
 
@@ -222,6 +226,19 @@ def _with_arguments(ops: Sequence[Op], group: Group) -> list[Op]:
     return changed
 
 
+def accumulation_dtype(dtype: Any) -> Any:
+    """The dtype in which gradients of a parameter of `dtype` are summed over microbatches.
+
+    It is float32 for floating dtypes of fewer than 32 bits: a sum in bfloat16 stands still once it is 256 times as
+    large as what is added. Whoever uses the sum rounds it once, at the end.
+
+    >>> [str(accumulation_dtype(name)) for name in ("bfloat16", "float16", "float32", "complex64")]
+    ['float32', 'float32', 'float32', 'complex64']
+    """
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32 if narrow else dtype)
+
+
 def is_float(aval: Any) -> bool:
     """Whether a value is differentiated."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
@@ -236,7 +253,8 @@ def _merge(values: Arrays, replaced: Arrays, chosen: Sequence[bool]) -> list[Any
     return [next(rest) if yes else value for value, yes in zip(values, chosen)]
 
 
-def _sum(values: list[Any]) -> Any:
+def add_in_order(values: Arrays) -> Any:
+    """The sum from the first to the last."""
     total = values[0]
     for value in values[1:]:
         total = total + value

@@ -12,7 +12,7 @@ A value that a later stage reads is an *edge*, over any number of stages: skips 
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oneflax.sbp import _compat
@@ -20,6 +20,9 @@ from oneflax.sbp.errors import Fault, PlanError
 
 from .graph import Atom, Graph, Op, flatten, hands_over, has_marks, inner_paths
 from .markers import marked_stage
+
+#: The argument that messages name: what says where a model is cut.
+WHERE = "Plan(stages=)"
 
 #: A module path → its stage, or None where the pattern says nothing.
 StageOfPath = Callable[[str], int | None]
@@ -44,7 +47,7 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True)
-class Edge:
+class ValueEdge:
     """A value that stage `source` makes and stage `target` reads."""
 
     value: int
@@ -83,7 +86,7 @@ class Cut:
     graph: Graph
     roles: Roles
     stages: tuple[StageGraph, ...]
-    edges: tuple[Edge, ...]
+    edges: tuple[ValueEdge, ...]
 
     @property
     def stage_edges(self) -> frozenset[tuple[int, int]]:
@@ -115,12 +118,12 @@ def cut(graph: Graph, roles: Roles, stages: int, stage_of_path: StageOfPath = la
     if not faults:
         faults.extend(_empty_stages(stage_of_op, stages))
     if faults:
-        raise PlanError(faults, "stages")
+        raise PlanError(faults, WHERE)
     homes, readers = _spread(graph, roles, ops, stage_of_op, stages)
     built = _build(graph, roles, ops, homes, readers, stages)
     faults.extend(_shared_state(graph, roles, built))
     if faults:
-        raise PlanError(faults, "stages")
+        raise PlanError(faults, WHERE)
     return built
 
 
@@ -186,7 +189,7 @@ def _follow_dataflow(ops: Sequence[Op], explicit: Sequence[int | None], faults: 
                 f"stage {own} ({op.path or op}) reads a value that stage {latest} ({producer.path or producer}) makes."
             )
             mend = "list the stages in the order in which the model runs them"
-            faults.append(Fault("stages", what, (f"reads: {op}", f"made: {producer}"), mend))
+            faults.append(Fault(WHERE, what, (f"reads: {op}", f"made: {producer}"), mend))
         stage = own if own is not None else latest
         stages.append(stage)
         for value in op.outputs:
@@ -200,9 +203,7 @@ def _empty_stages(stage_of_op: Sequence[int | None], stages: int) -> Iterable[Fa
     for stage in sorted(set(range(stages)) - {s for s in stage_of_op if s is not None}):
         if stage or not any(s is None for s in stage_of_op):  # stage 0 may hold only what runs before the first mark
             what = f"stage {stage} of {stages} holds no operation."
-            yield Fault(
-                "stages", what, mend="a stage pattern or flow.stage(x, i) marks for every stage, or fewer stages"
-            )
+            yield Fault(WHERE, what, mend="a stage pattern or flow.stage(x, i) marks for every stage, or fewer stages")
 
 
 def _spread(
@@ -281,14 +282,14 @@ def _build(
 ) -> Cut:
     made_in: dict[int, tuple[int, ...]] = {value: where for op, where in zip(ops, homes) for value in op.outputs}
     new_state, results = _split_results(graph, roles, made_in, readers, stages)
-    edges: list[Edge] = []
+    edges: list[ValueEdge] = []
     parts: list[StageGraph] = []
     for stage in range(stages):
         mine = tuple(op for op, where in zip(ops, homes) if stage in where)
         read = {value for op in mine for value in op.value_inputs}
         read.update(atom for atom in (*new_state[stage].values(), *results[stage].values()) if isinstance(atom, int))
         foreign = sorted(value for value in read if value in made_in and stage not in made_in[value])
-        edges.extend(Edge(value, made_in[value][0], stage) for value in foreign)
+        edges.extend(ValueEdge(value, made_in[value][0], stage) for value in foreign)
         parts.append(
             StageGraph(
                 index=stage,
@@ -303,14 +304,8 @@ def _build(
             )
         )
     outgoing = [tuple(sorted({e.value for e in edges if e.source == stage})) for stage in range(stages)]
-    parts = [_with_edges_out(part, out) for part, out in zip(parts, outgoing)]
+    parts = [replace(part, edges_out=out) for part, out in zip(parts, outgoing)]
     return Cut(graph, roles, tuple(parts), tuple(edges))
-
-
-def _with_edges_out(part: StageGraph, edges_out: tuple[int, ...]) -> StageGraph:
-    return StageGraph(
-        part.index, part.ops, part.params, part.state, part.data, part.edges_in, edges_out, part.new_state, part.results
-    )
 
 
 def _split_results(
@@ -346,12 +341,12 @@ def _shared_state(graph: Graph, roles: Roles, built: Cut) -> Iterable[Fault]:
             name = roles.state_names[position] if roles.state_names else f"number {position}"
             what = f"model state {name} is replaced by stage {sorted(writers)} and read by {sorted(readers)}."
             mend = "give each module a state (rng stream, statistics) of its own"
-            yield Fault("stages", what, (str(graph.avals[value]),), mend)
+            yield Fault(WHERE, what, (str(graph.avals[value]),), mend)
 
 
 def _no_such_stage(op: Op, index: int, stages: int) -> Fault:
     what = f"marks stage {index}, but the placement has {stages} stages (0 to {stages - 1})."
-    return Fault("flow.stage(x, index)", what, (str(op),), f"a placement with stage={index + 1}")
+    return Fault("flow.stage(x, index)", what, (str(op),), f'flow.placement("auto", stage={index + 1}, data=-1)')
 
 
 def _mark_in_the_middle(op: Op, index: int) -> Fault:
@@ -363,4 +358,4 @@ def _mark_in_the_middle(op: Op, index: int) -> Fault:
 def _holds_several_stages(op: Op, stages: Sequence[int]) -> Fault:
     what = f"one {op.equation.primitive.name} operation holds modules of stages {list(stages)}; it cannot be cut."
     mend = "put the boundary outside of it, or write the loop over layers as a Python loop"
-    return Fault("stages", what, (str(op),), mend)
+    return Fault(WHERE, what, (str(op),), mend)

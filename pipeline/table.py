@@ -103,7 +103,7 @@ class ScheduleTable:
         A pair is held from its ``F`` until its ``B``; where the backward is split, until its ``W``, because the weight
         gradient reads the activations too. In a forward-only table a pair is held only while its ``F`` runs.
         """
-        return tuple(max(_held(row, self.forward_only), default=0) for row in self.cells)
+        return tuple(max(held(row, self.forward_only), default=0) for row in self.cells)
 
     def table(self, workers: int) -> "ScheduleTable":
         """Gives the table itself, so that a table serves wherever a schedule does.
@@ -201,12 +201,14 @@ def from_csv(path: str | Path, microbatches: int | None = None) -> ScheduleTable
     return ScheduleTable.of(rows, path.stem, microbatches)
 
 
-def _held(row: Sequence[Cell], forward_only: bool) -> Iterable[int]:
-    held: set[tuple[int, int]] = set()
+def held(row: Sequence[Cell], forward_only: bool, stage: int | None = None) -> Iterable[int]:
+    """How many (stage, microbatch) pairs a worker holds during each cell, of one stage if told."""
+    now: set[tuple[int, int]] = set()
     for cell in row:
-        held.update((a.stage, a.microbatch) for a in cell if a.kind == "F")
-        yield len(held)  # a backward in the same cell has not finished while the forward runs
-        held.difference_update((a.stage, a.microbatch) for a in cell if forward_only or a.kind in "BW")
+        mine = [a for a in cell if stage in (None, a.stage)]
+        now.update((a.stage, a.microbatch) for a in mine if a.kind == "F")
+        yield len(now)  # a backward in the same cell has not finished while the forward runs
+        now.difference_update((a.stage, a.microbatch) for a in mine if forward_only or a.kind in "BW")
 
 
 def _other_workers(table: ScheduleTable, workers: int) -> ScheduleError:

@@ -3,7 +3,8 @@
 The function is traced whole, as for one device, and its operations are given to the stages that hold their inputs.
 What mixes stages (the global norm of a clip) is a *shared* operation: the few small values that it needs are sent,
 and every stage that wants the result computes it for itself. Operations are ordered in phases: phase k + 1 reads what
-other stages sent in phase k. An optimizer that looks at each parameter alone has one phase.
+other stages sent in phase k. An optimizer that looks at each parameter alone has one phase. Operations with effects
+(``jax.debug.print``) run once, on the first stage that holds large inputs of theirs, else any, else on stage 0.
 """
 
 import math
@@ -51,7 +52,21 @@ class _Part:
 
 
 class StagedFunction:
-    """A function over arrays that live on several stages.
+    """A function over arrays that live on several stages, traced and divided when made; nothing runs before a call.
+
+    Args:
+        fn: Takes one array for each entry of `shapes`, gives a flat list of arrays.
+        shapes: Shape and dtype of every argument.
+        homes: The stage where each argument lives; None for one that belongs to all of them (a step count), which is
+            kept on stage 0.
+        shardings: How each argument is laid out there.
+        out_homes, out_shardings: The same for the results.
+        meshes: The devices of each stage.
+        donate: Whether each argument's memory may be used again.
+        what: The function's name in errors.
+
+    Raises:
+        PlanError: Operations need large values of several stages. All of them at once.
 
     Attributes:
         phases: How many rounds of messages the function needs, plus one.
@@ -70,27 +85,11 @@ class StagedFunction:
         donate: Sequence[bool],
         what: str,
     ) -> None:
-        """Traces and divides `fn`; nothing runs.
-
-        Args:
-            fn: Takes one array for each entry of `shapes`, gives a flat list of arrays.
-            shapes: Shape and dtype of every argument.
-            homes: The stage where each argument lives; None for one that belongs to all of them (a step count), which
-                is kept on stage 0.
-            shardings: How each argument is laid out there.
-            out_homes, out_shardings: The same for the results, and how they are laid out there.
-            meshes: The devices of each stage.
-            donate: Whether each argument's memory may be used again.
-            what: The function's name in errors.
-
-        Raises:
-            PlanError: One operation needs large values of several stages.
-        """
         self._graph, _ = trace(lambda *args: list(fn(*args)), *shapes, open_all=True)
         self._meshes = meshes
-        self._where = _place(self._graph, homes, what)
+        self._where, places = _place(self._graph, homes, what)
         targets = [0 if home is None else home for home in out_homes]
-        self._parts = _divide(self._graph, self._where, targets, len(meshes))
+        self._parts = _divide(self._graph, self._where, places, targets, len(meshes))
         self._outputs = list(zip(self._graph.outputs, targets))
         self._constants = _constant_results(self._graph, out_shardings)
         self._homes = dict(zip(self._graph.inputs, homes))
@@ -202,32 +201,47 @@ def _constant_results(graph: Graph, layouts: Sequence[NamedSharding | None]) -> 
     return {i: jax.device_put(value, layouts[i]) for i, value in values.items() if value is not None}
 
 
-def _place(graph: Graph, homes: Sequence[int | None], what: str) -> dict[int, _Where]:
+def _place(graph: Graph, homes: Sequence[int | None], what: str) -> tuple[dict[int, _Where], list[_Where]]:
+    """Where each value is made, and where each operation runs."""
     where = {value: _Where(home) for value, home in zip(graph.inputs, homes)}
     where.update((value, _Where(None)) for value in graph.constants)
-    faults = []
+    places: list[_Where] = []
+    faults: list[Fault] = []
     for op in graph.ops:
         inputs = {value: where[value] for value in op.value_inputs}
-        owned = {v: w for v, w in inputs.items() if w.stage is not None}
-        shared = any(w.shared for w in inputs.values())
-        phase = max((w.phase for w in inputs.values()), default=0)
-        stages = {w.stage for w in owned.values()}
-        owned_bytes = sum(_bytes(graph, v) for v in owned)
-        if not stages:
-            place = _Where(None, shared, phase)
-        elif len(stages) == 1 and not (shared and owned_bytes <= SMALL_BYTES):
-            place = _Where(stages.pop(), False, phase)
-        elif len(large := {w.stage for v, w in owned.items() if _bytes(graph, v) > SMALL_BYTES}) == 1:
-            (home,) = large
-            place = _Where(home, False, max(phase, 1 + max(w.phase for w in owned.values() if w.stage != home)))
-        else:
-            place = _Where(None, True, max(phase, 1 + max(w.phase for w in owned.values())))
-            if owned_bytes > MAX_SHARED_BYTES:
-                faults.append(_mixes_stages(op, owned_bytes, sorted(s for s in stages if s is not None), what))
+        place = _place_of(graph, inputs, bool(op.equation.effects))
+        asked = {v: w.stage for v, w in inputs.items() if w.stage not in (None, place.stage)}
+        asked_bytes = sum(_bytes(graph, v) for v in asked)
+        if (place.shared or op.equation.effects) and asked_bytes > MAX_SHARED_BYTES:
+            stages = {w.stage for w in inputs.values() if w.stage is not None}
+            faults.append(_mixes_stages(op, asked_bytes, sorted(stages), what))
+        places.append(place)
         where.update((value, place) for value in op.outputs)
     if faults:
-        raise PlanError(faults[0])
-    return where
+        raise PlanError(dict.fromkeys(faults), what)
+    return where, places
+
+
+def _place_of(graph: Graph, inputs: Mapping[int, _Where], once: bool) -> _Where:
+    """Where an operation runs that reads `inputs`; `once`: on one stage, whatever it reads."""
+    owned = {v: w for v, w in inputs.items() if w.stage is not None}
+    shared = any(w.shared for w in inputs.values())
+    phase = max((w.phase for w in inputs.values()), default=0)
+
+    def on(home: int) -> _Where:
+        return _Where(home, False, max([phase, *(1 + w.phase for w in owned.values() if w.stage != home)]))
+
+    stages = {w.stage for w in owned.values() if w.stage is not None}
+    large = {w.stage for v, w in owned.items() if w.stage is not None and _bytes(graph, v) > SMALL_BYTES}
+    if once:
+        return on(min(large or stages, default=0))
+    if not stages:
+        return _Where(None, shared, phase)
+    if len(large) == 1:
+        return on(*large)
+    if len(stages) == 1 and not (shared and sum(_bytes(graph, v) for v in owned) <= SMALL_BYTES):
+        return on(*stages)
+    return _Where(None, True, max(phase, 1 + max(w.phase for w in owned.values())))
 
 
 def _mixes_stages(op: Op, owned_bytes: int, stages: list[int], what: str) -> Fault:
@@ -236,24 +250,23 @@ def _mixes_stages(op: Op, owned_bytes: int, stages: list[int], what: str) -> Fau
     return Fault(what, text, (str(op),), mend)
 
 
-def _divide(graph: Graph, where: Mapping[int, _Where], targets: Sequence[int], stages: int) -> list[_Part]:
+def _divide(
+    graph: Graph, where: Mapping[int, _Where], places: Sequence[_Where], targets: Sequence[int], stages: int
+) -> list[_Part]:
     """The parts in the order in which they can run."""
     wanted: list[set[int]] = [set() for _ in range(stages)]
     wanted_by = [(atom, target) for atom, target in zip(graph.outputs, targets) if isinstance(atom, int)]
     for atom, target in wanted_by:
         wanted[target].add(atom)
-    mine: list[list[Op]] = [[] for _ in range(stages)]
-    for op in reversed(graph.ops):  # whoever wants a result comes later in the list, so one pass is enough
+    parts: dict[tuple[int, int], _Part] = {}
+    for op, place in reversed([*zip(graph.ops, places)]):  # who wants a result comes later, so one pass is enough
         users = [stage for stage in range(stages) if wanted[stage].intersection(op.outputs)]
-        owner = where[op.outputs[0]].stage if op.outputs else None
-        for stage in users if owner is None else [owner] if users else []:
-            mine[stage].append(op)
+        needed = users or op.equation.effects
+        for stage in users if place.stage is None else [place.stage] if needed else []:
+            parts.setdefault((place.phase, stage), _Part(stage, place.phase)).ops.append(op)
             wanted[stage].update(op.value_inputs)
-    parts = {}
-    for stage, ops in enumerate(mine):
-        for op in reversed(ops):
-            phase = where[op.outputs[0]].phase
-            parts.setdefault((phase, stage), _Part(stage, phase)).ops.append(op)
+    for part in parts.values():
+        part.ops.reverse()
     ordered = [parts[key] for key in sorted(parts)]
     for part in ordered:
         made = {v for op in part.ops for v in op.outputs}

@@ -13,7 +13,7 @@ from oneflax.sbp.errors import Fault
 from .actors import ActorSystem, run_clock
 from .blocked import SLOT, stall_fault
 from .registers import Edge, chain_edges
-from .table import ScheduleTable
+from .table import ScheduleTable, held
 from .text_grid import step_grid
 
 Place = tuple[int, int]  # worker, step
@@ -222,18 +222,8 @@ def _credit_faults(table: ScheduleTable, credits: int | Sequence[int] | None) ->
 
 def least_credits(table: ScheduleTable) -> list[int]:
     """The most microbatches that each stage holds at once, which is the least number of credits it can run with."""
-    peaks = [0] * table.stages
-    held: list[set[int]] = [set() for _ in peaks]
-    for row in table.cells:
-        for cell in row:
-            for action in cell:
-                if action.kind == "F":
-                    held[action.stage].add(action.microbatch)
-                    peaks[action.stage] = max(peaks[action.stage], len(held[action.stage]))
-            for action in cell:
-                if table.forward_only or action.kind in "BW":
-                    held[action.stage].discard(action.microbatch)
-    return peaks
+    rows = [table.cells[worker] for worker in table.worker_of_stage]
+    return [max(held(row, table.forward_only, stage)) for stage, row in enumerate(rows)]
 
 
 def _slot_faults(table: ScheduleTable, edges: Iterable[Edge], slots: Mapping[Edge, int] | None) -> list[Fault]:

@@ -34,6 +34,11 @@ def check_version(text: str, version: tuple[int, ...]) -> None:
 check_version(jax.__version__, jax.__version_info__)
 
 
+def numeric_settings() -> tuple[Any, ...]:
+    """jax's settings that change what a traced function computes: x64, and the precision of products."""
+    return tuple(getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision"))
+
+
 # Jaxprs: jax 0.12 merged ClosedJaxpr into Jaxpr; name stacks and source lines have no public accessor.
 
 

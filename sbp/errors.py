@@ -5,8 +5,13 @@ was broken; every input as ``name: dtype[shape] sbp``; and the mend, as code. A 
 wrong and hands the parts to :class:`Fault`; the wording of the frame lives here alone.
 """
 
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
+
+#: An nd-sbp as a mend writes it: ``sbp=(S(0), B)``, ``sbp=B``, ``sbp="(S(0), B)"`` or ``sbp={"data": S(0)}``.
+_SBP_ARGUMENT = re.compile(r'sbp=(\((?:[^()]|\([^()]*\))*\)|"[^"]*"|\{[^}]*\}|\w+(?:\([^()]*\))?)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +38,19 @@ class Fault:
             lines.append("  Mend: " + self.mend)
         return "\n".join(lines)
 
+    def as_argument(self, form: str) -> "Fault":
+        """The fault with each nd-sbp of its mend written as the user's call takes it.
+
+        Args:
+            form: That call with ``{}`` for the nd-sbp: ``"batch={}"``.
+
+        >>> fault = Fault("Plan(batch=)", "1 sbp for 2 placement axes.", mend="sbp=(S(0), B).")
+        >>> fault.as_argument("batch={}").mend
+        'batch=(S(0), B).'
+        """
+        mend = _SBP_ARGUMENT.sub(lambda found: form.replace("{}", found[1]), self.mend)
+        return replace(self, mend=mend)
+
 
 class FlowError(ValueError):
     """Base of oneflax's errors. It carries all faults found at once, not only the first.
@@ -44,7 +62,12 @@ class FlowError(ValueError):
 
     def __init__(self, faults: Fault | Iterable[Fault], where: str = "") -> None:
         self.faults: tuple[Fault, ...] = (faults,) if isinstance(faults, Fault) else tuple(faults)
+        self.where = where
         super().__init__(_message(self.faults, where))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles faults and headline, of which the message is made: it has to leave worker processes whole."""
+        return type(self), (self.faults, self.where), vars(self)
 
 
 class SbpError(FlowError):

@@ -13,21 +13,23 @@ from .grid import Placement
 from .signature import B, NdSbp, Partial, Split, as_nd_sbp, axis_faults
 
 
-def canonical(shape: Sequence[int], nd_sbp: Any, placement: Placement, name: str = "tensor") -> NdSbp:
+def canonical(
+    shape: Sequence[int], nd_sbp: Any, placement: Placement, name: str = "tensor", dtype: object = ""
+) -> NdSbp:
     """Gives the nd-sbp with non-negative tensor axes, checked against a shape.
 
     Args:
         shape: The logical shape.
         nd_sbp: Any form that :func:`as_nd_sbp` reads.
         placement: Where the tensor lives.
-        name: What messages call the tensor.
+        name: What messages call the tensor. dtype: Its dtype in messages, where it is known.
 
     Raises:
         SbpError: The nd-sbp does not fit the placement, or splits a tensor axis that is not there.
     """
     where = f"sbp of {name}"
     value = as_nd_sbp(nd_sbp, placement, where)
-    faults = axis_faults(value, len(shape), where, (_given(shape, value, placement, name),), placement)
+    faults = axis_faults(value, len(shape), where, (describe(name, dtype, shape, value, placement),), placement)
     if faults:
         raise SbpError(faults)
     return value.resolve(len(shape))
@@ -57,6 +59,7 @@ def check_layout(
     name: str = "tensor",
     where: str = "layout",
     partial: bool = False,
+    dtype: object = "",
 ) -> list[Fault]:
     """Gives all that keeps a tensor from being laid out so; an empty list when nothing does.
 
@@ -66,7 +69,7 @@ def check_layout(
         shape: The logical shape.
         nd_sbp: Any form that :func:`as_nd_sbp` reads.
         placement: Where the tensor lives.
-        name: What messages call the tensor.
+        name: What messages call the tensor. dtype: Its dtype in messages, where it is known.
         where: The call, for messages.
         partial: P is allowed.
     """
@@ -75,7 +78,7 @@ def check_layout(
         value = as_nd_sbp(nd_sbp, placement, call)
     except SbpError as error:
         return list(error.faults)
-    given = _given(shape, value, placement, name)
+    given = describe(name, dtype, shape, value, placement)
     faults = axis_faults(value, len(shape), call, (given,), placement)
     if not faults:
         faults += _uneven_faults(shape, value.resolve(len(shape)), placement, name, call, given)
@@ -101,14 +104,16 @@ def partial_faults(nd_sbp: NdSbp, placement: Placement, where: str, given: str) 
     ]
 
 
-def part_shape(shape: Sequence[int], nd_sbp: Any, placement: Placement, name: str = "tensor") -> tuple[int, ...]:
+def part_shape(
+    shape: Sequence[int], nd_sbp: Any, placement: Placement, name: str = "tensor", dtype: object = ""
+) -> tuple[int, ...]:
     """Gives the shape of the part that each rank holds. P does not change it: an addend is as large as the whole.
 
     Args:
         shape: The logical shape.
         nd_sbp: Any form that :func:`as_nd_sbp` reads.
         placement: Where the tensor lives; its ranks need not exist here.
-        name: What messages call the tensor.
+        name: What messages call the tensor. dtype: Its dtype in messages, where it is known.
 
     Raises:
         SbpError: The nd-sbp does not fit shape and placement, or a split is uneven.
@@ -119,7 +124,7 @@ def part_shape(shape: Sequence[int], nd_sbp: Any, placement: Placement, name: st
         >>> part_shape((8, 6), {"data": "S(0)", "model": "S(1)"}, grid)
         (4, 3)
     """
-    faults = check_layout(shape, nd_sbp, placement, name, "part_shape", partial=True)
+    faults = check_layout(shape, nd_sbp, placement, name, "part_shape", partial=True, dtype=dtype)
     if faults:
         raise SbpError(faults)
     over = split_over(as_nd_sbp(nd_sbp, placement), placement, len(shape))
@@ -128,10 +133,6 @@ def part_shape(shape: Sequence[int], nd_sbp: Any, placement: Placement, name: st
 
 def _ways(axes: Sequence[int], placement: Placement) -> int:
     return math.prod(placement.shape[i] for i in axes)
-
-
-def _given(shape: Sequence[int], nd_sbp: NdSbp, placement: Placement, name: str) -> str:
-    return describe(name, "", shape, nd_sbp, placement)
 
 
 def _uneven_faults(

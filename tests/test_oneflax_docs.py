@@ -40,8 +40,8 @@ def test_commands_print_what_the_page_shows(page: Path) -> None:
         words = command.removeprefix("$ ").split()
         assert words[:3] == ["python", "-m", "oneflax"], "a console block shows one oneflax command"
         env = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "120"}
-        done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, env=env, timeout=60, check=True)
-        assert done.stdout == shown
+        shown_now = subprocess.check_output([sys.executable, *words[1:]], text=True, env=env, timeout=60)
+        assert shown_now == shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

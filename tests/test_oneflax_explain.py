@@ -14,7 +14,7 @@ from rich.console import Console
 
 import oneflax as flow
 from oneflax import S
-from oneflax._explain import EdgeRow, Explanation, ParamRow, StageRow
+from oneflax._explain import EdgeRow, Explanation, ParamRow, StageRow, TiedRow
 
 STAGES = flow.placement("cpu", [[[0, 1], [2, 3]], [[4, 5], [6, 7]]], axes=("stage", "data", "model"))
 PARAMS = {"w0": np.ones((8, 4), np.float32), "w1": np.ones((4, 2), np.float16), "scale": np.ones((), np.float32)}
@@ -52,9 +52,27 @@ stages
  1       cpu[[4, 5], [6, 7]] (data=2, model=2)                  12 B                 24 B
 
 
- edge     a microbatch   dtype     bytes, each way
- ─────────────────────────────────────────────────
- 0 -> 1   [2, 4]         float32              32 B
+ edge     whole microbatch   dtype     there   back
+ ──────────────────────────────────────────────────
+ 0 -> 1   [2, 4]             float32    32 B   32 B
+"""
+
+TIED_TEXT = """\
+ stage   placement   parameters a device   tied copies a device   optimizer a device
+ ───────────────────────────────────────────────────────────────────────────────────
+ 0       cpu[0]                     48 B                    0 B                  0 B
+ 1       cpu[1]                      0 B                   48 B                  0 B
+
+
+ tied parameter   copied   copy a device   whole, there a step   back a step
+ ───────────────────────────────────────────────────────────────────────────
+ table            0 -> 1            48 B                  48 B          96 B
+
+
+ edge     whole microbatch   dtype      there   back
+ ───────────────────────────────────────────────────
+ 0 -> 1   [2, 4]             bfloat16    16 B   16 B
+ 0 -> 1   [2, 2]             int32       16 B    0 B
 """
 
 
@@ -66,10 +84,11 @@ def test_rows_with_stages() -> None:
         ParamRow("w0", (8, 4), "float32", "(B, S(0))", 8 * 4 * 4 // 2, 0, rule),
         ParamRow("w1", (4, 2), "float16", "(B, S(0))", 4 * 2 * 2 // 2, 1, rule),
     )
-    assert found.edges == (EdgeRow(0, 1, (2, 4), "float32", 2 * 4 * 4),)
+    assert found.edges == (EdgeRow(0, 1, (2, 4), "float32", 2 * 4 * 4, 2 * 4 * 4),)
+    assert found.tied == ()
     first, second = "cpu[[0, 1], [2, 3]] (data=2, model=2)", "cpu[[4, 5], [6, 7]] (data=2, model=2)"
     # Adam keeps two arrays of a parameter's shape, and one count of 4 bytes, which lives on stage 0.
-    assert found.stages == (StageRow(0, first, 64, 2 * 64 + 4), StageRow(1, second, 4 + 8, 2 * (4 + 8)))
+    assert found.stages == (StageRow(0, first, 64, 0, 2 * 64 + 4), StageRow(1, second, 4 + 8, 0, 2 * (4 + 8)))
     assert (found.schedule, found.microbatches) == ("gpipe", 4)
     assert found.bubble == pytest.approx(1 / 5)  # (p - 1) / (m + p - 1)
     assert found.placement == str(STAGES)
@@ -79,7 +98,9 @@ def test_rows_without_stages() -> None:
     found = explain(grid=STAGES.at(stage=0))
     assert {row.stage for row in found.params} == {0}
     assert (found.edges, found.schedule, found.bubble, found.microbatches) == ((), None, None, 1)
-    assert found.stages == (StageRow(0, "cpu[[0, 1], [2, 3]] (data=2, model=2)", 4 + 64 + 8, 2 * (4 + 64 + 8) + 4),)
+    assert found.tied == ()
+    row = StageRow(0, "cpu[[0, 1], [2, 3]] (data=2, model=2)", 4 + 64 + 8, 0, 2 * (4 + 64 + 8) + 4)
+    assert found.stages == (row,)
 
 
 def test_what_is_said_is_what_lies_there() -> None:
@@ -126,9 +147,62 @@ def test_json_reads_back() -> None:
         "stage": 0,
         "rule": "'^w' -> {model: S(0)}",
     }
-    assert read["edges"] == [{"source": 0, "target": 1, "shape": [4, 4], "dtype": "float32", "bytes": 64}]
+    assert read["edges"] == [
+        {"source": 0, "target": 1, "shape": [4, 4], "dtype": "float32", "there_bytes": 64, "back_bytes": 64}
+    ]
+    assert read["tied"] == []
     assert read["schedule"] == "1f1b"
-    assert set(read) == {"placement", "rules", "params", "edges", "stages", "schedule", "bubble", "microbatches"}
+    assert set(read) == {
+        "placement",
+        "rules",
+        "params",
+        "edges",
+        "tied",
+        "stages",
+        "schedule",
+        "bubble",
+        "microbatches",
+    }
+
+
+def explain_tied(grid: flow.sbp.Placement, params: Any = ()) -> Explanation:
+    """A table that embeds on the first stage and unembeds on the last, a value and an integer that move."""
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        h = flow.stage(params["table"][tokens], 0)
+        best = jnp.argmax(h, axis=1)
+        h = flow.stage(h, 1)
+        return jnp.mean((h @ params["table"].T).astype(jnp.float32)[jnp.arange(len(tokens)), best])
+
+    plan = flow.Plan(grid, params=params, microbatches=2)
+    plan.value_and_grad(loss)({"table": jnp.ones((6, 4), jnp.bfloat16)}, np.zeros(4, np.int32))
+    return plan.explain()
+
+
+def test_copies_of_tied_parameters_and_values_without_gradient() -> None:
+    found = explain_tied(flow.placement("cpu", [0, 1], axes=("stage",)))
+    whole = 6 * 4 * 2
+    assert found.tied == (TiedRow("table", 0, 1, whole, whole, 2 * whole),)  # gradients are summed in float32
+    assert [(row.dtype, row.there_bytes, row.back_bytes) for row in found.edges] == [
+        ("bfloat16", 16, 16),
+        ("int32", 16, 0),  # row and column of each picked number
+    ]
+    assert [(row.param_bytes, row.tied_bytes) for row in found.stages] == [(whole, 0), (0, whole)]
+    assert json.loads(found.to_json())["tied"] == [
+        {"path": "table", "home": 0, "stage": 1, "device_bytes": 48, "there_bytes": 48, "back_bytes": 96}
+    ]
+
+
+@pytest.mark.newest
+def test_the_text_of_tied_parameters() -> None:
+    lines = [line.rstrip() for line in str(explain_tied(flow.placement("cpu", [0, 1], axes=("stage",)))).splitlines()]
+    assert lines[lines.index(TIED_TEXT.splitlines()[0]) :] == TIED_TEXT.splitlines()
+
+
+def test_a_device_holds_its_part_of_a_tied_copy() -> None:
+    grid = flow.placement("cpu", [[0, 1], [2, 3]], axes=("stage", "model"))
+    (row,) = explain_tied(grid, [("table", {"model": S(1)})]).tied
+    assert (row.device_bytes, row.there_bytes, row.back_bytes) == (24, 48, 96)
 
 
 class Deep(nnx.Module):

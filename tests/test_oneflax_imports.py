@@ -35,7 +35,7 @@ PURE = {
         "infer",
         "boxing_plan",
     ),
-    "pipeline": ("actions", "schedules", "table", "registers", "actors", "simulate", "picture"),
+    "pipeline": ("actions", "schedules", "table", "registers", "step_registers", "actors", "simulate", "picture"),
     "oneflax": ("__main__", "_machine", "_version", "doctor"),
 }
 """Modules and folders that load neither jax nor, when imported, numpy."""
@@ -223,6 +223,40 @@ def test_every_listed_name_resolves(package: str) -> None:
     assert set(dir(module)) >= set(names)
     with pytest.raises(AttributeError, match="has no attribute 'no_such_name'"):
         _ = module.no_such_name
+
+
+def test_a_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import oneflax
+
+    found = oneflax.placement
+    monkeypatch.setattr(importlib, "import_module", None)  # nothing may ask for it again
+    assert oneflax.placement is found
+    assert vars(oneflax)["placement"] is found
+
+
+def test_a_reloaded_package_reads_its_modules_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up package with a value, and a module of the package as a public name."""
+    folder = tmp_path / "made_up"
+    folder.mkdir()
+    (folder / "__init__.py").write_text(
+        "from oneflax.sbp._lazy import attach\n__getattr__, __dir__, __all__ = attach(__name__, __file__)\n"
+    )
+    (folder / "__init__.pyi").write_text("from . import part as part\nfrom .part import VALUE as VALUE\n")
+    (folder / "part.py").write_text("VALUE = object()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    package = importlib.import_module("made_up")
+    first = package.VALUE
+    assert (package.part, package.part.VALUE) == (sys.modules["made_up.part"], first)
+    importlib.reload(package.part)
+    assert package.VALUE is first
+    importlib.reload(package)
+    assert package.VALUE is package.part.VALUE is not first
+    for name in ("made_up", "made_up.part"):
+        monkeypatch.delitem(sys.modules, name)
+    other = importlib.import_module("made_up")
+    assert other.VALUE is other.part.VALUE is not package.VALUE
+    for name in ("made_up", "made_up.part"):
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("package", STUBS)

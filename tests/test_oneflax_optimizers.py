@@ -57,7 +57,7 @@ def plain(optimizer: Any, steps: int) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"data": 4, "model": 2}, {"stage": 2, "data": 2, "model": 2}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_three_steps_equal_a_plain_loop(name: str, sizes: dict[str, int]) -> None:
+def test_three_steps_equal_a_plain_loop(name: str, sizes: dict[str, Any]) -> None:
     plan = flow.Plan(
         flow.placement("cpu", **sizes), batch={"data": S(0)}, params=[("a/w", {"model": S(-1)})], microbatches=2
     )

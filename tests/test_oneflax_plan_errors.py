@@ -115,7 +115,7 @@ Plan(batch=): there is no placement axis 'date'; the placement axes are data, mo
     "an sbp of the wrong length": (lambda: flow.Plan(GRID, batch=S(0)), """\
 Plan(batch=): 1 sbp for 2 placement axes.
   nd-sbp S(0)    placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-  Mend: sbp=(S(0), B)."""),
+  Mend: batch=(S(0), B)."""),
     "a batch in parts": (lambda: flow.Plan(GRID, batch={"data": P}), """\
 Plan(batch=): a batch is whole or split over one tensor axis, its examples, not (P, B).
   nd-sbp (P, B)    placement cpu[[0, 1], [2, 3]] (data=2, model=2)
@@ -158,7 +158,7 @@ placement.mesh: there are 8 cpu ranks here, only ranks 0 to 7 exist: no rank 9.
     "a rule that matches nothing": (lambda: take_step(flow.Plan(GRID, params=[("kernel", {"model": S(0)})])), """\
 Plan(params=) rule 1 'kernel': matches none of the 2 paths.
   paths: w0, w1
-  Mend: mend the pattern, or drop the rule"""),
+  Mend: ("w0", {"model": S(0)}), or drop the rule"""),
     "a shadowed rule": (lambda: take_step(flow.Plan(GRID, params=[("w", {"model": S(0)}), ("w1", {"model": S(1)})])), """\
 Plan(params=) rule 2 'w1': is shadowed: earlier rules take the one path that it matches.
   earlier rules: 1 'w'    first path: w1
@@ -170,7 +170,7 @@ Plan(params=) rule 1 'w1': S(-3) over placement axis 'model' (size 2): there is 
     "a split that does not divide": (lambda: take_step(flow.Plan(flow.placement("cpu", [[0, 1, 2, 3]], axes=("data", "model")), params=[("w0", {"model": S(1)})])), """\
 Plan(params=) rule 1 'w0': tensor axis 1 of w0 (size 6) does not split evenly over placement axis 'model' (size 4).
   w0: float32[4, 6] (B, S(1)) placement cpu[[0, 1, 2, 3]] (data=1, model=4)
-  Mend: sbp=(B, B), or pad tensor axis 1 to 8."""),
+  Mend: ("w0", (B, B)), or pad tensor axis 1 to 8."""),
     "a stage pattern that matches nothing": (lambda: init_net(stages="blocks/*"), """\
 Plan(stages=): 'blocks/*' matches none of the 6 modules.
   modules: layers/2, layers/1, layers/0
@@ -187,19 +187,19 @@ Plan(stages=): 3 patterns for placement axis 'stage' (size 2).
 Plan(stages=): layers/1/linear belongs to stages 0 'layers/[01]' and 1 'layers/[12]'.
   Mend: patterns that do not overlap"""),
     "patterns against the order of the model": (lambda: init_net(stages=["layers/2", "layers/[01]"]), """\
-stages: stage 0 (layers/2/linear) reads a value that stage 1 (layers/1) makes.
+Plan(stages=): stage 0 (layers/2/linear) reads a value that stage 1 (layers/1) makes.
   reads: dot_general at HERE    made: tanh at HERE
   Mend: list the stages in the order in which the model runs them"""),
     "more stages than layers": (lambda: init_net(FOUR_STAGES, stages="layers/*"), """\
 Plan(stages=): 'layers/*' matches 3 layers, too few for placement axis 'stage' (size 4).
   layers: layers/0, layers/1, layers/2
-  Mend: a placement with stage=3"""),
+  Mend: flow.placement("auto", stage=3, data=-1)"""),
     "a mark of a stage that is not there": (lambda: take_step(flow.Plan(STAGES), marked), """\
 flow.stage(x, index): marks stage 2, but the placement has 2 stages (0 to 1).
   oneflax_stage at HERE
-  Mend: a placement with stage=3"""),
+  Mend: flow.placement("auto", stage=3, data=-1)"""),
     "a stage without work": (lambda: take_step(flow.Plan(STAGES)), """\
-stages: stage 1 of 2 holds no operation.
+Plan(stages=): stage 1 of 2 holds no operation.
   Mend: a stage pattern or flow.stage(x, i) marks for every stage, or fewer stages"""),
     "a loss for each example": (lambda: take_step(flow.Plan(GRID), lambda params, batch: batch["x"] @ params["w0"]), """\
 <lambda>(params, batch): returns float32[8, 6], not one floating number.

