@@ -86,7 +86,8 @@ class TrainStep:
         program = next((program for problem, program in self._programs.values() if problem.form == form), None)
         if program is None and sample_batch is not None:
             key = jax.eval_shape(lambda: jax.random.key(0)) if self._takes_key else None
-            program = self._program_for(form, *self._plan._batch.flatten(sample_batch), key)
+            arrays, tree = self._plan._batch.flatten(sample_batch)
+            program = self._program_for(form, arrays, tree, key)
         if program is not None:
             return self._state(form, program, *_placed(program, params, state))
         params, state = [owned(leaf) for leaf in params], [owned(leaf) for leaf in state]
