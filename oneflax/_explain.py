@@ -11,6 +11,7 @@ from oneflax.pipeline.stage_functions import accumulation_dtype, is_float
 from oneflax.pipeline.trace import bytes_text
 from oneflax.sbp.extent import part_shape
 from oneflax.sbp.grid import Placement
+from oneflax.sbp.signature import Split
 
 from ._problem import OptimizerForm, Problem, Program
 
@@ -83,12 +84,14 @@ class Explanation:
     Attributes:
         placement: The grid as text.
         params, edges, tied, stages: The rows. rules: The plan's rules in order, as the rows name them.
+        idle_axes: Placement axes of more than one rank over which nothing is split.
         schedule: The schedule's name, None without stages. bubble: The idle share of its workers at equal stages, a
             backward taking twice a forward. microbatches: How many a step has.
     """
 
     placement: str
     rules: tuple[str, ...]
+    idle_axes: tuple[str, ...]
     params: tuple[ParamRow, ...]
     edges: tuple[EdgeRow, ...]
     tied: tuple[TiedRow, ...]
@@ -108,6 +111,7 @@ class Explanation:
         return cls(
             placement=str(plan.grid),
             rules=tuple(map(str, plan.rules)),
+            idle_axes=_idle_axes(placements[0], problem),
             params=params,
             edges=tuple(_edge_row(*edge) for edge in program.edges),
             tied=tied,
@@ -145,7 +149,8 @@ class Explanation:
             for r in self.params
         ]
         rules = [f"  rule {i}: {rule}" for i, rule in enumerate(self.rules, 1)]
-        tables: list[Any] = [title, *rules, _table(columns, rows, right=(4, 5))]
+        idle = [f"  {axis} splits nothing: its ranks repeat the same work" for axis in self.idle_axes]
+        tables: list[Any] = [title, *rules, *idle, _table(columns, rows, right=(4, 5))]
         tables.append(self._stage_table())
         if self.tied:
             columns = ("tied parameter", "copied", "copy a device", "whole, there a step", "back a step")
@@ -171,6 +176,16 @@ class Explanation:
         ]
         columns = ("stage", "placement", "parameters a device", *tied, "optimizer a device")
         return _table(columns, rows, right=range(2, len(columns)))
+
+
+def _idle_axes(placement: Placement, problem: Problem) -> tuple[str, ...]:
+    """Placement axes over which neither the batch nor any parameter is split."""
+    laid_out = [problem.batch.nd_sbp, *(layout.nd_sbp for layout in problem.layouts)]
+    return tuple(
+        placement.describe_axis(i)
+        for i, size in enumerate(placement.shape)
+        if size > 1 and not any(isinstance(nd_sbp[i], Split) for nd_sbp in laid_out)
+    )
 
 
 def _array(name: str, row: ParamRow | EdgeRow) -> tuple[str, str, str]:

@@ -40,7 +40,8 @@ class ModelForm:
         self.state_paths = leaf_paths(self.state)
         self.param_tree = jax.tree.structure(self.params)
         self.state_tree = jax.tree.structure(self.state)
-        self._hash = hash(self._identity())
+        # Not of the whole identity: a module may hold lists or dicts as plain attributes, which do not hash.
+        self._hash = hash((self.param_tree, self.state_tree, tuple(self.param_paths)))
         self._check()
 
     def _check(self) -> None:

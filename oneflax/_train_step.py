@@ -107,6 +107,7 @@ class TrainStep:
         if not isinstance(state, TrainState):
             what = f"the state is a {type(state).__name__}, not what step.init or step.place gave."
             raise PlanError(Fault("step(state, batch)", what, mend="state = step.place(params_or_model)"))
+        _check_not_donated(state)
         taken = int(state.step)
         base = self._base_key(key, taken)
         arrays, tree = self._plan._batch.flatten(batch)
@@ -198,6 +199,13 @@ class TrainStep:
         params, rest = _placed(program, state._params, state._state)
         opt = copies(state._opt, program.opt_shardings) if state._opt else program.init_optimizer(params)
         return TrainState(params, rest, opt, state.step, state._form, state._opt_form, program)
+
+
+def _check_not_donated(state: TrainState) -> None:
+    first = state._params[0]
+    if isinstance(first, jax.Array) and first.is_deleted():
+        what = "the state was given to an earlier step, which took over its memory."
+        raise PlanError(Fault("step(state, batch)", what, mend="state, metrics = step(state, batch)"))
 
 
 def _placed(program: Program, params: Sequence[Any], state: Sequence[Any]) -> tuple[list[Any], list[Any]]:

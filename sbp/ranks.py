@@ -198,5 +198,10 @@ def _product_fault(where: str, kind: str, sizes: dict[str, int], count: int, fix
     if fixed < count and fixed <= _WRITTEN_RANKS:
         some = as_code(kind, _fold(range(fixed), list(sizes.values())), tuple(sizes))
         mends.append(f"{some} for some of the ranks")
-    what = f"{given} make {fixed} ranks, but there are {count} {kind} ranks."
+    if kind == "cpu" and fixed > count:  # CPU devices are virtual: there can be as many as one likes
+        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={fixed}"
+        mends.insert(0, f"set {flag} and NPROC=32 before jax starts, for {fixed} virtual devices")
+    are = f"is 1 {kind} rank" if count == 1 else f"are {count} {kind} ranks"
+    make = f"makes {fixed} rank{'s' if fixed > 1 else ''}" if len(sizes) == 1 else f"make {fixed} ranks"
+    what = f"{given} {make}, but there {are}."
     return Fault(where, what, mend=", or ".join(mends or [f"choose sizes whose product is {count}"]) + ".")

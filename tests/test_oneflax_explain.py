@@ -228,3 +228,11 @@ def test_gradients_alone_have_no_optimizer() -> None:
     plan.value_and_grad(loss)(PARAMS, BATCH)
     (row,) = plan.explain().stages
     assert (row.param_bytes, row.optimizer_bytes) == (4 + 128 + 16, 0)
+
+
+def test_an_axis_that_splits_nothing_is_named() -> None:
+    plan = flow.Plan(STAGES, params=[("^w", {"model": S(0)})])
+    step = plan.train_step(loss, optax.sgd(0.1))
+    step.place(PARAMS, BATCH)
+    assert plan.explain().idle_axes == ("placement axis 'data' (size 2)",)
+    assert "  placement axis 'data' (size 2) splits nothing: its ranks repeat the same work\n" in str(plan.explain())

@@ -303,3 +303,21 @@ def test_parameters_and_the_rest() -> None:
     assert {leaf.shape for leaf in jax.tree.leaves(params)} == {(4, 4), (4,)}
     assert len(jax.tree.leaves(rest)) == 4  # a key and a count for each Dropout
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params))
+
+
+def test_a_module_may_hold_lists_and_dicts_as_attributes() -> None:
+    class Configured(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.config = {"scale": 2.0}
+            self.names = ["a", "b"]
+            self.linear = nnx.Linear(4, 2, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.config["scale"] * self.linear(x)
+
+    def loss(model: Configured, x: jax.Array) -> jax.Array:
+        return model(x).sum()
+
+    model, x = Configured(nnx.Rngs(0)), np.ones((8, 4), np.float32)
+    value, _ = flow.Plan(flow.placement("cpu", [0, 1], axes=("data",)), {"data": S(0)}).value_and_grad(loss)(model, x)
+    np.testing.assert_allclose(value, loss(model, jnp.asarray(x)), rtol=1e-6)

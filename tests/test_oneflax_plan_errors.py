@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import oneflax as flow
-from oneflax import B, FlowError, P, S
+from oneflax import B, FlowError, P, PlanError, S
 
 GRID = flow.placement("cpu", [[0, 1], [2, 3]], axes=("data", "model"))
 STAGES = flow.placement("cpu", [[0, 1], [2, 3]], axes=("stage", "data"))
@@ -285,3 +285,16 @@ def test_whole_message(name: str) -> None:
     with pytest.raises(FlowError) as caught:
         call()
     assert without_places(str(caught.value)) == message
+
+
+def test_a_state_that_an_earlier_step_took() -> None:
+    step = flow.Plan(GRID).train_step(lambda params, batch: (params["w"] * batch["x"]).sum(), optax.sgd(0.1))
+    old = step.place({"w": np.ones(4, np.float32)}, {"x": np.ones((8, 4), np.float32)})
+    step(old, {"x": np.ones((8, 4), np.float32)})
+    message = (
+        "step(state, batch): the state was given to an earlier step, which took over its memory.\n"
+        "  Mend: state, metrics = step(state, batch)"
+    )
+    with pytest.raises(PlanError) as caught:
+        step(old, {"x": np.ones((8, 4), np.float32)})
+    assert str(caught.value) == message

@@ -102,13 +102,14 @@ placement("cpu"): 2 faults
      Mend: model=2, or model=-1 for what is left.""",
     'placement("cpu", data=4, model=4)': """\
 placement("cpu"): data=4, model=4 make 16 ranks, but there are 8 cpu ranks.
-  Mend: placement("cpu", data=-1, model=4).""",
+  Mend: set XLA_FLAGS=--xla_force_host_platform_device_count=16 and NPROC=32 before jax starts, for 16 virtual devices, \
+or placement("cpu", data=-1, model=4).""",
     'placement("cpu", data=2, model=2)': """\
 placement("cpu"): data=2, model=2 make 4 ranks, but there are 8 cpu ranks.
   Mend: placement("cpu", data=-1, model=2), or placement("cpu", [[0, 1], [2, 3]], axes=("data", "model")) for some of the ranks.""",
     'placement("cpu", data=3, model=5)': """\
 placement("cpu"): data=3, model=5 make 15 ranks, but there are 8 cpu ranks.
-  Mend: choose sizes whose product is 8.""",
+  Mend: set XLA_FLAGS=--xla_force_host_platform_device_count=15 and NPROC=32 before jax starts, for 15 virtual devices.""",
     'placement("cpu", data=-1, model=3)': """\
 placement("cpu"): data=-1, model=3: the 8 cpu ranks do not divide by 3.
   Mend: choose sizes whose product divides 8.""",
