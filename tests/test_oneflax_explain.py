@@ -155,6 +155,7 @@ def test_json_reads_back() -> None:
     assert set(read) == {
         "placement",
         "rules",
+        "idle_axes",
         "params",
         "edges",
         "tied",
