@@ -5,14 +5,16 @@ import importlib
 import os
 import sys
 
-NAMES = ("startup", "one_program", "executor_overhead")
+NAMES = ("startup", "schedules", "one_program", "executor_overhead", "demo")
 
 
 def main(argv: list[str]) -> int:
     """Runs the benchmarks named, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="What oneflax costs, as ratios.")
-    parser.add_argument("names", nargs="*", choices=[[], *NAMES], help="which ones; all if none is named")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(NAMES)}; all if none is named")
     names = parser.parse_args(argv).names or NAMES
+    if unknown := [name for name in names if name not in NAMES]:
+        parser.error(f"there is no benchmark {unknown[0]!r}; there are {', '.join(NAMES)}")
     # Eight virtual devices where there is no accelerator, and a thread pool that their collectives fit into.
     flags = os.environ.get("XLA_FLAGS", "")
     if "host_platform_device_count" not in flags:

@@ -86,7 +86,7 @@ def bare(built: Executor, inputs: StepInputs, weight: Any, grids: list[Any]) -> 
 
 
 def main() -> list[Row]:
-    """Measures two stages of one device, and two of two."""
+    """Measures two and four stages of one device each, and two stages of two devices."""
     out = []
     for stages, data in ((2, 1), (4, 1), (2, 2)):
         built, inputs, weight, grids = executor(stages, data)

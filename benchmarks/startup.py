@@ -19,6 +19,7 @@ def main() -> list[Row]:
         "import jax": lambda: python("-c", "import jax"),
         "import oneflax": lambda: python("-c", "import oneflax"),
         "--help": lambda: python("-m", "oneflax", "--help"),
+        "schedule": lambda: python("-m", "oneflax", "schedule", "1f1b", "--workers", "4", "--microbatches", "8"),
         "python": lambda: python("-c", "pass"),
     }
     for call in calls.values():
@@ -27,5 +28,14 @@ def main() -> list[Row]:
     jax_s, ours_s = (seconds[name] - seconds["python"] for name in ("import jax", "import oneflax"))
     return [
         Row("startup: import oneflax / import jax", ours_s / jax_s, "ratio", 1.1, f"{ours_s:.3f} s / {jax_s:.3f} s"),
-        Row("startup: python -m oneflax --help", seconds["--help"], "s", 0.3, "whole process"),
+        *(
+            Row(
+                f"startup: python -m oneflax {name}",
+                seconds[name] - seconds["python"],
+                "s",
+                bound,
+                "beyond bare python",
+            )
+            for name, bound in (("--help", 0.3), ("schedule", 0.5))
+        ),
     ]

@@ -10,8 +10,9 @@ No jax is loaded before `main` has said how many CPU devices it shall have.
 import argparse
 import contextlib
 import json
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 TEXT_BYTES = 1_000_000
 VOCAB = 1024
 SAMPLE_TOKENS = 160
+
+LEARNT_STEPS = 200
+"""So many steps must have taught the model more than how frequent each token is."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         argv: The flags, see `parser`; by default those of this process.
 
     Returns:
-        The results, as in ``results.json``: ``losses``, ``one_device_losses``, ``max_relative_difference`` (None when
-        Ctrl-C came before the one-device run), ``unigram_entropy``, ``tokens_per_s``, ``files`` and more.
+        The results, as in ``results.json`` (where NaN is null): ``losses``, ``one_device_losses``,
+        ``max_relative_difference`` (None when Ctrl-C came before the one-device run), ``unigram_entropy``,
+        ``tokens_per_s``, ``files`` and more.
 
     Raises:
         PlanError: Flags that do not fit each other, the model, or the devices.
@@ -91,6 +96,39 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # GPUs round the inputs of float32 products to 10 bits unless told otherwise: the two runs would drift apart.
     with Stop().listening() as stop, jax.default_matmul_precision("float32"):
         return _Demo(chosen, grid, rows, stop).run()
+
+
+def failures(results: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a demo's results, a line each; a difference that is not known (None) is not.
+
+    Example:
+        >>> failures({"max_relative_difference": float("nan"), "losses": [7.0], "last_loss": 7.0,
+        ...           "unigram_entropy": 6.2})
+        ['the largest relative difference from one device is nan, not within 1e-04']
+    """
+    found: list[str] = []
+    apart, last, entropy = (results[name] for name in ("max_relative_difference", "last_loss", "unigram_entropy"))
+    if apart is not None and not apart <= report.LIMIT:
+        found.append(f"the largest relative difference from one device is {apart:.1e}, not within {report.LIMIT:.0e}")
+    if len(results["losses"]) >= LEARNT_STEPS and not last < entropy:
+        found.append(f"the last loss is {last:.4f}, not below the text's unigram entropy, {entropy:.4f}")
+    return found
+
+
+def strict_json(results: Mapping[str, Any]) -> str:
+    """The results as JSON that every reader takes: null for NaN and infinities.
+
+    Example:
+        >>> strict_json({"losses": [7.0, float("nan")]}).split()
+        ['{', '"losses":', '[', '7.0,', 'null', ']', '}']
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: finite(value) for name, value in results.items()}, indent=1, allow_nan=False)
 
 
 def _make_folder(folder: Path) -> None:
@@ -322,5 +360,5 @@ class _Demo:
             trace.to_svg(paths["pipeline"])
             trace.to_chrome(paths["chrome"])
         named = {name: str(path) for name, path in paths.items()}
-        paths["results"].write_text(json.dumps(results | {"files": named}, indent=1), encoding="utf-8")
+        paths["results"].write_text(strict_json(results | {"files": named}), encoding="utf-8")
         return named

@@ -147,10 +147,10 @@ def check_thread_pool(machine: Machine) -> Iterator[Finding]:
 
 
 def check_x64(machine: Machine) -> Iterator[Finding]:
-    """64-bit requests give 32-bit tensors unless x64 is on."""
+    """64-bit requests give 32-bit arrays unless x64 is on."""
     if machine.x64 is False:
-        mend = "oneflax.enable_x64(), or export JAX_ENABLE_X64=1."
-        yield Finding("note", "64-bit types are off: asking for int64 or float64 gives int32 or float32.", mend)
+        what = "64-bit types are off: asking for int64 or float64 gives int32 or float32."
+        yield Finding("note", what, "export JAX_ENABLE_X64=1")
 
 
 def check_gpu_unused(machine: Machine) -> Iterator[Finding]:
@@ -228,7 +228,7 @@ def check_compilation_cache(machine: Machine) -> Iterator[Finding]:
 def check_jit(machine: Machine) -> Iterator[Finding]:
     """Jit is on."""
     if _on(machine, "JAX_DISABLE_JIT"):
-        what = "JAX_DISABLE_JIT is on: nothing compiles, so each op on a global tensor takes a fraction of a second."
+        what = "JAX_DISABLE_JIT is on: nothing compiles, so every operation of a step is dispatched by itself."
         yield Finding("bites", what, "unset JAX_DISABLE_JIT")
 
 

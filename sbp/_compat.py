@@ -35,7 +35,7 @@ check_version(jax.__version__, jax.__version_info__)
 
 
 def numeric_settings() -> tuple[Any, ...]:
-    """jax's settings that change what a traced function computes: x64, and the precision of products."""
+    """Settings of jax that change what a traced function computes: x64, and the precision of products."""
     return tuple(getattr(jax.config, name) for name in ("jax_enable_x64", "jax_default_matmul_precision"))
 
 

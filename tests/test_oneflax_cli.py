@@ -3,7 +3,6 @@
 import csv
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -156,23 +155,6 @@ def test_schedule_with_a_wrong_value(words: list[str]) -> None:
     assert run.returncode == 2
     assert run.stderr
     assert "Traceback" not in run.stderr
-
-
-def _best_s(words: list[str]) -> float:
-    times: list[float] = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-@pytest.mark.parametrize(
-    ("words", "limit_s"), [(["--help"], 0.3), (["schedule", "1f1b", "--workers", "4", "--microbatches", "8"], 0.5)]
-)
-def test_start_is_quick(words: list[str], limit_s: float) -> None:
-    # Against the bare interpreter: what stands in site-packages and how busy the machine is are not ours.
-    assert _best_s(["-m", "oneflax", *words]) - _best_s(["-c", "pass"]) < limit_s
 
 
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}

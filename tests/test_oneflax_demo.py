@@ -15,10 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from oneflax import __main__ as cli
 from oneflax import _demo_grid as grids
 from oneflax import _demo_report as report
 from oneflax import _demo_text as text
-from oneflax.demo import main, parser
+from oneflax.demo import failures, main, parser, strict_json
 from oneflax.sbp.errors import PlanError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -328,6 +329,52 @@ def test_a_difference_that_is_large_or_unknown_is_said(one_device: list[float], 
     assert "within" not in shown
 
 
+@pytest.mark.parametrize(
+    ("losses", "one_device", "last_loss", "said"),
+    [
+        ([7.0] * 3, [7.0] * 3, 7.0, []),
+        ([7.0] * 3, [], 7.0, []),  # stopped: nothing to compare with
+        ([7.0] * 3, [7.0, 7.0, 7.001], 7.0, ["the largest relative difference from one device is 1.4e-04"]),
+        ([7.0, math.nan], [7.0, 7.0], math.nan, ["the largest relative difference from one device is nan"]),
+        ([7.0] * 199, [7.0] * 199, 6.19, []),
+        ([7.0] * 200, [7.0] * 200, 6.18, []),
+        ([7.0] * 200, [7.0] * 200, 6.19, ["the last loss is 6.1900"]),
+        ([7.0] * 200, [7.1] * 200, math.nan, ["the largest relative difference", "the last loss is nan"]),
+    ],
+)
+def test_what_is_wrong_is_said_and_is_the_exit_status(
+    losses: list[float],
+    one_device: list[float],
+    last_loss: float,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    results = results_of(losses, one_device) | {"last_loss": last_loss}
+    if one_device:
+        results["max_relative_difference"] = float(np.max(report.relative_differences(losses, one_device)))
+    found = failures(results)
+    assert len(found) == len(said)
+    assert all(line.startswith(start) for line, start in zip(found, said))
+    monkeypatch.setattr("oneflax.demo.main", lambda words: results)
+    assert cli.main(["demo"]) == int(bool(said))
+    assert capsys.readouterr().err.splitlines() == [f"oneflax demo: {line}" for line in found]
+
+
+def test_the_results_are_strict_json() -> None:
+    results = results_of([7.0, math.nan, math.inf], [7.0, 6.0, -math.inf]) | {"max_relative_difference": math.nan}
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    read = json.loads(strict_json(results), parse_constant=refuse)
+    assert read["losses"] == [7.0, None, None]
+    assert read["one_device_losses"] == [7.0, 6.0, None]
+    assert read["max_relative_difference"] is None
+    assert read["grid"] == results["grid"]
+    assert read["files"] == results["files"]
+
+
 # ---- the whole, each in a process of its own ----
 
 
@@ -369,6 +416,21 @@ def test_the_demo_trains_as_one_device_does(flags: str, grid: str, tmp_path: Pat
     assert "blocks/3/mlp/up/kernel" in (tmp_path / "explain.txt").read_text()
     assert "step 3/3" in done.stdout
     assert "what the model writes" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_demo_learns_and_stays_with_one_device(tmp_path: Path) -> None:
+    """The defaults, with only as many steps as it takes to be below the entropy."""
+    done = subprocess.run(
+        command(tmp_path, "--steps", "60"),
+        capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["grid"] == "stage 2 x data 2 x model 2"
+    assert len(results["losses"]) == len(results["one_device_losses"]) == 60
+    assert results["max_relative_difference"] <= 1e-4
+    assert results["last_loss"] < results["unigram_entropy"]
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import oneflax
 from oneflax import _machine, doctor
 from oneflax._machine import EXTRA_MODULES, Device, Gpu, Machine
 
@@ -177,7 +178,7 @@ CASES: dict[str, tuple[Machine, str]] = {
     ),
     "jit off": (
         machine(environment={"JAX_DISABLE_JIT": "True"}),
-        "bites: JAX_DISABLE_JIT is on: nothing compiles, so each op on a global tensor takes a fraction of a second.\n"
+        "bites: JAX_DISABLE_JIT is on: nothing compiles, so every operation of a step is dispatched by itself.\n"
         "  Mend: unset JAX_DISABLE_JIT",
     ),
     "jit on": (machine(environment={"JAX_DISABLE_JIT": "0"}), ""),
@@ -203,7 +204,7 @@ CASES: dict[str, tuple[Machine, str]] = {
         "note: JAX_COMPILATION_CACHE_DIR is unset: every run compiles everything again.\n"
         "  Mend: export JAX_COMPILATION_CACHE_DIR=$HOME/.cache/jax\n"
         "note: 64-bit types are off: asking for int64 or float64 gives int32 or float32.\n"
-        "  Mend: oneflax.enable_x64(), or export JAX_ENABLE_X64=1.",
+        "  Mend: export JAX_ENABLE_X64=1",
     ),
 }
 
@@ -221,6 +222,29 @@ def test_every_check_has_a_machine_that_it_finds_fault_with() -> None:
         check.__name__ for check in doctor.CHECKS for facts, _ in CASES.values() if list(check(facts))
     }
     assert silent == set()
+
+
+def test_every_name_of_ours_in_a_mend_exists() -> None:
+    mends = [finding.mend for facts, _ in CASES.values() for finding in doctor.diagnose(facts)]
+    assert unresolved(mends) == []
+    # The check itself, on what does not exist.
+    assert unresolved(["oneflax.no_such_name(), or", "flow.placement(x), flow.pipeline.no_such"]) == [
+        "oneflax.no_such_name",
+        "flow.pipeline.no_such",
+    ]
+
+
+def unresolved(texts: list[str]) -> list[str]:
+    """The dotted names after ``oneflax.`` or ``flow.`` in some texts that lead to nothing."""
+    missing = []
+    for name in re.findall(r"\b(?:oneflax|flow)(?:\.[A-Za-z_]\w*)+", "\n".join(texts)):
+        value: Any = oneflax
+        try:
+            for attribute in name.split(".")[1:]:
+                value = getattr(value, attribute)
+        except AttributeError:
+            missing.append(name)
+    return missing
 
 
 def test_what_bites_comes_first() -> None:
