@@ -14,6 +14,9 @@ import oneflax as flow
 from oneflax import S
 from oneflax.sbp import PlanError
 
+pytestmark = pytest.mark.slow  # training runs; the quick tier is for what needs none
+
+
 RNG = np.random.default_rng(0)
 PARAMS = {"a": RNG.normal(0, 0.3, (8, 16)).astype(np.float32), "c": RNG.normal(0, 0.3, (16, 2)).astype(np.float32)}
 BATCH = {"x": RNG.standard_normal((64, 8)).astype(np.float32), "y": RNG.standard_normal((64, 2)).astype(np.float32)}

@@ -14,6 +14,9 @@ from flax import nnx
 import oneflax as flow
 from oneflax import B, S
 
+pytestmark = pytest.mark.slow  # training runs; the quick tier is for what needs none
+
+
 ONE = flow.placement("cpu", [0])
 SPLIT = flow.placement("cpu", data=4, model=2)
 TWO_STAGES = flow.placement("cpu", stage=2, data=2, model=2)

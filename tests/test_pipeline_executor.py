@@ -29,6 +29,9 @@ from oneflax.pipeline.trace import Trace
 from oneflax.pipeline.validation import least_credits
 from oneflax.sbp.errors import ScheduleError
 
+pytestmark = pytest.mark.slow  # training runs; the quick tier is for what needs none
+
+
 ROWS, WIDTH = 3, 4
 
 
