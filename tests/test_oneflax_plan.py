@@ -606,10 +606,6 @@ def test_a_state_is_a_pytree() -> None:
 # ---- batches and losses in every form ----
 
 
-def as_lists(batch: Any) -> Any:
-    return {name: jnp.asarray(x.tolist()) for name, x in batch.items()}
-
-
 FORMS: dict[str, Callable[[Any], Any]] = {
     "float64": lambda batch: jax.tree.map(lambda x: x.astype(np.float64), batch),
     "jax": lambda batch: jax.tree.map(jnp.asarray, batch),

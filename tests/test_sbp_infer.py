@@ -39,4 +39,4 @@ def test_max_and_min_stay_out_where_a_gradient_is_needed() -> None:
     (free,) = infer(rule, [parse_nd_sbp("S(1)")], inputs, outputs, (4,)).outputs
     (smooth,) = infer(rule, [parse_nd_sbp("S(1)")], inputs, outputs, (4,), differentiable=True).outputs
     assert str(free) == 'P("max")'
-    assert str(smooth) in ("S(0)", "B")
+    assert str(smooth) == "S(0)"  # an all-to-all sends a quarter of what the all-gather for B would
